@@ -1,0 +1,1 @@
+"""Every peer on the same work in one run: `python -m benchmarks.run`, from the root of a checkout."""

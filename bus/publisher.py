@@ -1,0 +1,233 @@
+"""The driver's PUB socket: sequence numbers, credit, and the store that closes gaps.
+
+Not thread-safe: the caller serialises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import zmq
+
+from .errors import ProtocolError
+from .frames import Flag, Kind, pack_header
+
+#: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
+_HIGH_WATER_SLACK = 64
+
+
+class _Stored(NamedTuple):
+    sequence: int
+    size: int
+    kind: int
+    step: int
+    flags: int
+    frames: Sequence[bytes | memoryview]
+
+
+class Publisher:
+    """Publishes the run's messages to all ranks.
+
+    Every step-class message has the next sequence number and is kept until every rank has answered it: what the credit
+    windows bound is also what can be replayed.
+
+    Args:
+        context: the ZeroMQ context.
+        endpoint: where to bind.
+        run_id: 16 bytes.
+        epoch: the life of the group.
+        world_size: the number of ranks.
+        max_in_flight: the window in messages.
+        max_in_flight_bytes: the window in bytes of payload and buffers.
+    """
+
+    def __init__(  # noqa: PLR0913 - the wire's parameters, given once
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        run_id: bytes,
+        epoch: int,
+        world_size: int,
+        max_in_flight: int,
+        max_in_flight_bytes: int,
+    ) -> None:
+        self._run_id = run_id
+        self._epoch = epoch
+        self._max_in_flight = max_in_flight
+        self._max_in_flight_bytes = max_in_flight_bytes
+        self._store: deque[_Stored] = deque()
+        self._in_flight_bytes = 0
+        self._acknowledged = [0] * world_size
+        self.sequence = 0
+        self.refused = 0
+        self.replayed = 0
+        self._socket = context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self._socket.setsockopt(zmq.SNDHWM, max_in_flight + _HIGH_WATER_SLACK)
+        self._socket.bind(endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the socket is bound."""
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that some rank has not answered."""
+        return len(self._store)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of payload and buffers in those messages."""
+        return self._in_flight_bytes
+
+    def has_credit(self, size: int) -> bool:
+        """Tell whether a message fits in both windows now.
+
+        Args:
+            size: bytes of payload and buffers.
+        """
+        return (
+            len(self._store) < self._max_in_flight
+            and self._in_flight_bytes + size <= self._max_in_flight_bytes
+        )
+
+    def slow_ranks(self) -> list[int]:
+        """The ranks that have not answered the oldest message in flight."""
+        if not self._store:
+            return []
+        oldest = self._store[0].sequence
+        return [rank for rank, answered in enumerate(self._acknowledged) if answered < oldest]
+
+    def unanswered(self, rank: int) -> int:
+        """Messages that a rank has not answered.
+
+        Args:
+            rank: the rank.
+        """
+        return self.sequence - self._acknowledged[rank]
+
+    def publish(
+        self, kind: int, step: int, frames: Sequence[bytes | memoryview], size: int, flags: int = Flag.NONE
+    ) -> int | None:
+        """Publish a step-class message. The caller has checked size and credit.
+
+        Args:
+            kind: a step-class `Kind`.
+            step: the step's id.
+            frames: payload and buffers. They must not change until every rank has answered.
+            size: their bytes.
+            flags: `Flag` values.
+
+        Returns:
+            The message's sequence number; None where a pipe was full: nothing was sent, try again.
+        """
+        sequence = self.sequence + 1
+        header = pack_header(kind, self._run_id, self._epoch, sequence, step, flags=flags)
+        if not self._send(header, frames):
+            return None
+        self.sequence = sequence
+        self._store.append(_Stored(sequence, size, kind, step, flags, frames))
+        self._in_flight_bytes += size
+        return sequence
+
+    def control(self, kind: int, step: int = 0) -> bool:
+        """Publish a control or probe message. HEARTBEAT carries the highest sequence number published.
+
+        Args:
+            kind: a control-class `Kind`, or PROBE.
+            step: the step it is about.
+
+        Returns:
+            False where a pipe was full: nothing was sent. The next heartbeat tries again.
+        """
+        return self._send(pack_header(kind, self._run_id, self._epoch, self.sequence, step), ())
+
+    def acknowledge(self, rank: int, sequence: int) -> None:
+        """Note that a rank has answered a message, and forget the messages that every rank has answered.
+
+        Args:
+            rank: the rank.
+            sequence: the message's sequence number. A rank answers in order.
+        """
+        acknowledged = self._acknowledged
+        if sequence <= acknowledged[rank]:
+            return
+        acknowledged[rank] = sequence
+        store = self._store
+        lowest = min(acknowledged)
+        while store and store[0].sequence <= lowest:
+            self._in_flight_bytes -= store.popleft().size
+
+    def replay(self, first: int) -> int:
+        """Publish again all that is stored from a sequence number on. Ranks that have it drop it as a duplicate.
+
+        Args:
+            first: the first sequence number that a rank misses.
+
+        Returns:
+            How many messages were published again.
+
+        Raises:
+            ProtocolError: the store does not reach back that far; the group must fail.
+        """
+        if first > self.sequence:
+            return 0
+        if not self._store or self._store[0].sequence > first:
+            oldest = self._store[0].sequence if self._store else self.sequence + 1
+            raise ProtocolError(
+                f"message {first} can't be replayed: the store begins at {oldest}",
+                expected=f"at least {oldest}",
+                got=str(first),
+            )
+        count = 0
+        for stored in self._store:
+            if stored.sequence < first:
+                continue
+            flags = stored.flags | Flag.REPLAY
+            header = pack_header(stored.kind, self._run_id, self._epoch, stored.sequence, stored.step, flags=flags)
+            if not self._send(header, stored.frames):
+                break
+            count += 1
+        self.replayed += count
+        return count
+
+    def drain_subscriptions(self) -> int:
+        """Read the subscription messages that have come, which would pile up otherwise.
+
+        Returns:
+            How many came.
+        """
+        count = 0
+        while True:
+            try:
+                self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return count
+            count += 1
+
+    def close(self) -> None:
+        """Close the socket, dropping what was not sent."""
+        self._store.clear()
+        self._socket.close()
+
+    def _send(self, header: bytes, frames: Iterable[bytes | memoryview]) -> bool:
+        # With NODROP only the first part can be refused: a message is sent whole or not at all.
+        socket = self._socket
+        parts = [header, *frames]
+        last = len(parts) - 1
+        try:
+            socket.send(header, zmq.NOBLOCK | zmq.SNDMORE if last else zmq.NOBLOCK)
+        except zmq.Again:
+            self.refused += 1
+            return False
+        for index in range(1, last + 1):
+            flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
+            # Small parts are copied; large ones are shared with every pipe (pyzmq's copy_threshold).
+            socket.send(parts[index], flags, copy=index == 1)
+        return True

@@ -1,0 +1,189 @@
+"""A worker's two SUB sockets: steps for the loop thread, control for the responder thread."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import zmq
+
+from .frames import CONTROL_CLASS, PROBE_CLASS, STEP_CLASS, BadFrame, Header, Kind, parse_header
+
+_log = logging.getLogger("stepcast.bus")
+
+
+class Message(NamedTuple):
+    """A message as it came.
+
+    Attributes:
+        header: its header.
+        frames: payload (bytes) and buffers (memoryviews on the received message), not yet decoded.
+    """
+
+    header: Header
+    frames: list[bytes | memoryview]
+
+
+class Gap(NamedTuple):
+    """Messages are missing.
+
+    Attributes:
+        expected: the first sequence number that is missing.
+        got: the one that came instead.
+    """
+
+    expected: int
+    got: int
+
+
+class _Subscriber:
+    """One SUB socket that judges each message before it is decoded.
+
+    Attributes:
+        foreign: messages dropped because their header was not one of this run and epoch.
+    """
+
+    def __init__(  # noqa: PLR0913 - the wire's parameters, given once
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        message_class: bytes,
+        run_id: bytes,
+        epoch: int,
+        max_message_bytes: int,
+    ) -> None:
+        self._run_id = run_id
+        self._epoch = epoch
+        self.foreign = 0
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # the driver's windows bound what can be queued
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.socket.connect(endpoint)
+        # PROBE is subscribed to last: subscriptions travel in order, so a PROBE that arrives proves the other one.
+        self.socket.setsockopt(zmq.SUBSCRIBE, message_class)
+        self.socket.setsockopt(zmq.SUBSCRIBE, PROBE_CLASS)
+
+    def wait_for_probe(self, timeout_s: float) -> bool:
+        """Wait for the driver's PROBE, then unsubscribe from it.
+
+        Args:
+            timeout_s: the longest to wait, in seconds.
+
+        Returns:
+            Whether it came.
+        """
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return False
+        message = self.receive()
+        if message is None or message.header.kind != Kind.PROBE:
+            return False
+        self.probed()
+        return True
+
+    def probed(self) -> None:
+        """Unsubscribe from PROBE: it has come."""
+        self.socket.setsockopt(zmq.UNSUBSCRIBE, PROBE_CLASS)
+
+    def receive(self) -> Message | None:
+        """Block until a message comes, and judge it.
+
+        Returns:
+            The message; None where it was not one of this run and epoch: counted, logged once, dropped undecoded.
+        """
+        socket = self.socket
+        first = socket.recv()
+        frames: list[bytes | memoryview] = []
+        if socket.getsockopt(zmq.RCVMORE):
+            frames.append(socket.recv())
+            while socket.getsockopt(zmq.RCVMORE):
+                frames.append(socket.recv(copy=False).buffer)
+        try:
+            header = parse_header(first, self._run_id)
+            if header.epoch != self._epoch:
+                raise BadFrame(f"epoch {header.epoch}, expected {self._epoch}")  # noqa: TRY301 - one place that counts
+        except BadFrame as problem:
+            if not self.foreign:
+                _log.warning("dropped a message from the driver's endpoint: %s (further ones are only counted)", problem)
+            self.foreign += 1
+            return None
+        return Message(header, frames)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+
+class StepSubscriber(_Subscriber):
+    """The loop thread's socket: the step stream, in order and without gaps.
+
+    Args:
+        context: the worker's ZeroMQ context.
+        endpoint: the driver's PUB endpoint.
+        run_id: 16 bytes.
+        epoch: the life of the group.
+        max_message_bytes: the largest frame that is accepted, checked by ZeroMQ before it allocates.
+
+    Attributes:
+        sequence: the sequence number of the last message taken in order.
+        duplicates: messages dropped because they had come before.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        run_id: bytes,
+        epoch: int,
+        max_message_bytes: int,
+    ) -> None:
+        super().__init__(
+            context,
+            endpoint,
+            message_class=STEP_CLASS,
+            run_id=run_id,
+            epoch=epoch,
+            max_message_bytes=max_message_bytes,
+        )
+        self.sequence = 0
+        self.duplicates = 0
+
+    def next(self) -> Message | Gap | None:
+        """Block until something comes over the socket, and put it in order.
+
+        Returns:
+            The next message of the stream; a `Gap` where messages before it are missing, which must be asked for and
+            will come again, this one included; None where what came was dropped.
+        """
+        message = self.receive()
+        if message is None or message.header.kind == Kind.PROBE:
+            return None
+        sequence = message.header.sequence
+        if sequence == self.sequence + 1:
+            self.sequence = sequence
+            return message
+        if sequence <= self.sequence:
+            self.duplicates += 1
+            return None
+        return Gap(self.sequence + 1, sequence)
+
+
+class ControlSubscriber(_Subscriber):
+    """The responder thread's socket: PROBE, HEARTBEAT, ABORT, DUMP and STOP-NOW.
+
+    Args:
+        context: the worker's ZeroMQ context.
+        endpoint: the driver's PUB endpoint.
+        run_id: 16 bytes.
+        epoch: the life of the group.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, run_id: bytes, epoch: int
+    ) -> None:
+        # Control messages are a header and nothing else.
+        super().__init__(
+            context, endpoint, message_class=CONTROL_CLASS, run_id=run_id, epoch=epoch, max_message_bytes=1024
+        )

@@ -1,0 +1,1 @@
+"""How a group of workers is started, driven, watched and stopped."""

@@ -1,0 +1,241 @@
+"""`ExecutorConfig`: every setting of a group, validated, from one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgpack
+
+from stepcast.bus.errors import ConfigError
+from stepcast.workers.base import Worker
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX = "STEPCAST_"
+BACKENDS = ("mp", "uni")
+START_METHODS = ("spawn", "fork", "forkserver")
+LOG_FORMATS = ("console", "json")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorConfig:
+    """The settings of a group. Immutable; wrong values raise `ConfigError` when it is built.
+
+    Attributes:
+        worker: the worker's class: the class itself, or ``module:Class``, or ``path/to/script.py:Class``.
+        world_size: the number of ranks.
+        backend: "mp" (a process per rank) or "uni" (one rank, in this process). None chooses: "uni" for a world size of
+            1, else "mp".
+        start_method: how "mp" starts its processes: "spawn" (fresh interpreters), "fork" or "forkserver".
+        worker_options: plain MessagePack values, handed to each worker as `RankInfo.options`.
+        worker_env: environment variables for the worker processes, beside those of this process. Spawned workers
+            have them before any module of theirs is imported.
+        device: the device that workers compute on.
+        output_rank: the rank whose result answers a step.
+        max_in_flight: steps that may be under way at once: the window in messages.
+        max_in_flight_bytes: the bytes of payload and buffers that may be under way at once: the window in bytes.
+        max_message_bytes: the largest message, in bytes of payload and buffers, either way.
+        startup_timeout_s: from start until every rank is ready.
+        step_timeout_s: from a step's publication until every rank has answered it; past it the group ends.
+        call_timeout_s: the same for `call`.
+        backpressure_timeout_s: how long a submission waits for room in the windows.
+        failure_grace_s: after a rank raised, how long the others have to answer the same step.
+        heartbeat_interval_s: seconds without a publication after which a heartbeat is published.
+        probe_interval_s: how often the driver publishes PROBE at first; it slows down to once a second.
+        reply_timeout_s: how long a worker's reply may wait for the driver to read it; past it the worker ends.
+        stop_timeout_s: after STOP, how long the workers have to finish; past it they get SIGTERM.
+        terminate_timeout_s: after SIGTERM, how long they have; past it they get SIGKILL.
+        kill_timeout_s: after SIGKILL, how long to wait for the kernel to end them.
+        dump_timeout_s: how long to wait for stack dumps before a stuck group is ended.
+        linger_s: how long the last replies of a worker may take to leave when it exits.
+        process_group_timeout_s: the limit of each collective in a worker's torch.distributed process group.
+        run_dir: the directory that holds the run's private directory; None for the platform's temporary directory.
+        log_format: "console" or "json": how lines are written where stepcast itself sets logging up (its command line).
+        log_level: the level of the workers' own logging.
+    """
+
+    worker: str | type[Worker]
+    world_size: int = 1
+    backend: str | None = None
+    start_method: str = "spawn"
+    worker_options: Mapping[str, Any] = field(default_factory=dict)
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    output_rank: int = 0
+    max_in_flight: int = 8
+    max_in_flight_bytes: int = 256 * _MIB
+    max_message_bytes: int = 256 * _MIB
+    startup_timeout_s: float = 600.0
+    step_timeout_s: float = 300.0
+    call_timeout_s: float = 600.0
+    backpressure_timeout_s: float = 60.0
+    failure_grace_s: float = 0.5
+    heartbeat_interval_s: float = 2.0
+    probe_interval_s: float = 0.02
+    reply_timeout_s: float = 60.0
+    stop_timeout_s: float = 10.0
+    terminate_timeout_s: float = 3.0
+    kill_timeout_s: float = 5.0
+    dump_timeout_s: float = 0.5
+    linger_s: float = 1.0
+    process_group_timeout_s: float = 600.0
+    run_dir: str | None = None
+    log_format: str = "console"
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_type(each.name, str(each.type), getattr(self, each.name))
+        _check_worker(self.worker)
+        _check_choice("backend", self.backend, (*BACKENDS, None))
+        _check_choice("start_method", self.start_method, START_METHODS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        for name in ("world_size", "max_in_flight", "max_in_flight_bytes", "max_message_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        if not 0 <= self.output_rank < self.world_size:
+            raise ConfigError(
+                f"output_rank={self.output_rank}: must be a rank of the group, 0 to {self.world_size - 1}"
+            )
+        if self.backend == "uni" and self.world_size != 1:
+            raise ConfigError(f"backend='uni' runs one rank, but world_size={self.world_size}: use backend='mp'")
+        try:
+            msgpack.packb(dict(self.worker_options))
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise ConfigError(f"worker_options must hold plain MessagePack values: {problem}") from None
+        # Frozen through and through: a caller's later change to its own dict must not reach a running group.
+        object.__setattr__(self, "worker_options", MappingProxyType(dict(self.worker_options)))
+        object.__setattr__(self, "worker_env", MappingProxyType(dict(self.worker_env)))
+
+    @property
+    def resolved_backend(self) -> str:
+        """The backend to use: the one that was asked for, else the one that is chosen.
+
+        Raises:
+            ConfigError: the environment does not allow it.
+        """
+        if "TORCHELASTIC_RUN_ID" in os.environ and self.backend != "uni":
+            raise ConfigError(
+                "this process was started by torchrun, which has started every rank already: a group of its own can't be "
+                "started inside one (backend 'mp'); start the program without torchrun, or use backend='uni'"
+            )
+        return self.backend or ("uni" if self.world_size == 1 else "mp")
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None, **overrides: Any
+    ) -> ExecutorConfig:
+        """Build a configuration from several places; the later ones win: a TOML file, the environment, arguments.
+
+        Args:
+            path: a TOML file with the settings by their names, at its top level or in a table ``[stepcast]``.
+            environ: where ``STEPCAST_*`` variables are looked up, such as ``STEPCAST_WORLD_SIZE``; None for the
+                process's environment.
+            overrides: settings by their names.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: the file can't be read, or a setting is unknown or wrong.
+        """
+        settings = _from_file(path) if path is not None else {}
+        settings.update(_from_environment(os.environ if environ is None else environ))
+        settings.update(overrides)
+        known = {each.name for each in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        return cls(**settings)
+
+    def replace(self, **changes: Any) -> ExecutorConfig:
+        """Copy the configuration with some settings changed.
+
+        Args:
+            changes: settings by their names.
+
+        Returns:
+            The copy, validated.
+        """
+        return dataclasses.replace(self, **changes)
+
+
+def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ConfigError(f"the configuration file {os.fspath(path)} can't be read: {problem}") from None
+    table = document.get("stepcast", document)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{os.fspath(path)}: [stepcast] must be a table")
+    return dict(table)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    types = {each.name: str(each.type) for each in fields(ExecutorConfig)}
+    settings: dict[str, Any] = {}
+    for variable, text in environ.items():
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        # Other STEPCAST_ variables belong to the embedder, or to other parts.
+        if not variable.startswith(ENVIRONMENT_PREFIX) or name not in types:
+            continue
+        if "Mapping" in types[name]:
+            raise ConfigError(f"{variable}: {name} can't be given by the environment; use a file or an argument")
+        settings[name] = _parse(variable, types[name], text)
+    return settings
+
+
+def _parse(variable: str, type_name: str, text: str) -> Any:
+    converter = {"int": int, "float": float}.get(type_name, str)
+    try:
+        return converter(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r}: must be of type {type_name}") from None
+
+
+def _check_type(name: str, type_name: str, value: Any) -> None:
+    if type_name == "int":
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    elif type_name == "float":
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if fits and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name}={value!r}: must be a finite number of seconds above 0")
+    elif type_name.startswith("Mapping"):
+        fits = isinstance(value, Mapping)
+    elif type_name in ("str", "str | None"):
+        fits = isinstance(value, str) or (value is None and "None" in type_name)
+    else:
+        fits = True
+    if not fits:
+        raise ConfigError(f"{name}={value!r}: must be of type {type_name}, is {type(value).__name__}")
+
+
+def _check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _check_worker(worker: str | type[Worker]) -> None:
+    if isinstance(worker, str):
+        source, colon, name = worker.rpartition(":")
+        if not (colon and source and name):
+            raise ConfigError(
+                f"worker={worker!r}: must be a subclass of stepcast.Worker, or 'module:Class', or "
+                "'path/to/script.py:Class'"
+            )
+    elif not (isinstance(worker, type) and issubclass(worker, Worker)):
+        raise ConfigError(f"worker={worker!r}: must be a subclass of stepcast.Worker, or name one")

@@ -1,0 +1,248 @@
+"""`Executor`: what an embedder holds."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from stepcast.bus import codec
+from stepcast.bus.errors import ConfigError, StepcastError, StepFailed
+from stepcast.bus.frames import Kind
+from stepcast.workers.loading import stop_if_loading_script
+
+from .config import ExecutorConfig
+from .group import Request
+from .health import GroupHealth
+from .pending import Limit, StepFuture
+from .processes import MpGroup
+from .state import GroupState
+from .uni import UniGroup
+
+_NOT_CALLABLE = frozenset({"setup", "execute", "teardown", "abort"})
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class Executor:
+    """Runs one model on a group of ranks.
+
+    Building it starts the group, and returns when every rank is ready. Use it as a context manager, or call `shutdown`.
+    It may be used from any thread. It leaves this process's signal handlers, logging and environment alone.
+
+    Args:
+        config: the settings.
+        on_failure: called once with the error that has ended the group, in a thread of the group's.
+
+    Raises:
+        ConfigError: a setting does not fit this process.
+        StartupError: the group did not come up; nothing of it is left.
+    """
+
+    def __init__(
+        self, config: ExecutorConfig, *, on_failure: Callable[[StepcastError], None] | None = None
+    ) -> None:
+        stop_if_loading_script()
+        self.config = config
+        backend = config.resolved_backend
+        self._group: MpGroup | UniGroup = UniGroup(config) if backend == "uni" else MpGroup(config)
+        if on_failure is not None:
+            self._group.on_failure.append(on_failure)
+        self._group.start()
+        # Dropped without shutdown, the group ends all the same; it sees to the interpreter's exit itself.
+        weakref.finalize(self, self._group.request_stop).atexit = False
+
+    def step(self, payload: Any, *, gather: bool = False, timeout_s: float | None = None) -> Any:
+        """Run one step on every rank, and wait for its result.
+
+        Args:
+            payload: what each worker's `execute` gets: plain MessagePack values, numpy arrays and CPU tensors. Arrays
+                and tensors are not copied: leave them alone until the result is there.
+            gather: whether to get every rank's result, instead of the output rank's.
+            timeout_s: the longest to wait, in seconds; past it this step fails and the group lives on. None for
+                `step_timeout_s`, past which the group ends.
+
+        Returns:
+            The output rank's result; with `gather` a list of all ranks' results.
+
+        Raises:
+            ProtocolError: the payload can't be sent; nothing was published.
+            Backpressure: there was no room for it.
+            StepFailed: a rank raised.
+            StepTimeout: the limit passed.
+            WorkerLost: a rank died.
+            Closed: the executor takes no steps any more.
+        """
+        return self.submit(payload, gather=gather, timeout_s=timeout_s).result()
+
+    def submit(self, payload: Any, *, gather: bool = False, timeout_s: float | None = None) -> StepFuture:
+        """Publish one step, and return without waiting for its result.
+
+        Up to `max_in_flight` steps run at once, in order; one more waits for room.
+
+        Args:
+            payload, gather, timeout_s: as in `step`.
+
+        Returns:
+            The step's future. Futures are resolved in the order of submission.
+
+        Raises:
+            ProtocolError, Backpressure, Closed: as in `step`.
+            StepFailed: an earlier step failed on some rank after its own future had been resolved.
+        """
+        return self._group.submit(self._step_request(payload, gather=gather, timeout_s=timeout_s))
+
+    def try_submit(self, payload: Any, *, gather: bool = False, timeout_s: float | None = None) -> StepFuture | None:
+        """As `submit`, but without waiting for room.
+
+        Returns:
+            The step's future; None where there is no room now.
+        """
+        return self._group.try_submit(self._step_request(payload, gather=gather, timeout_s=timeout_s))
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        rank: int | None = None,
+        timeout_s: float | None = None,
+        undo: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a method of the worker on every rank, in order with the steps.
+
+        Args:
+            method: the name of a public method.
+            args, kwargs: its arguments, of the kinds that a step may hold.
+            rank: the rank whose answer is wanted; the method runs on every rank all the same. None for all of them.
+            timeout_s: the longest to wait, in seconds; past it this call fails and the group lives on. None for
+                `call_timeout_s`, past which the group ends.
+            undo: a method that is called with the same arguments on the ranks where it worked, if it failed on some.
+
+        Returns:
+            A list of every rank's answer, or the one that was asked for.
+
+        Raises:
+            ConfigError: the method can't be called, or there is no such rank.
+            StepcastError: as in `step`.
+        """
+        if rank is not None and not 0 <= rank < self.config.world_size:
+            raise ConfigError(f"call(rank={rank}): must be a rank of the group, 0 to {self.config.world_size - 1}")
+        for name in (method, undo):
+            if name is not None and (name.startswith("_") or name in _NOT_CALLABLE):
+                raise ConfigError(f"call({name!r}): private methods and the loop's own can't be called")
+        try:
+            answers = self._group.submit(self._call_request(method, args, kwargs, timeout_s=timeout_s)).result()
+        except StepFailed as failure:
+            if undo is not None and not failure.epoch_ended:
+                worked = [each for each in range(self.config.world_size) if each not in failure.failed_ranks]
+                self._group.submit(self._call_request(undo, args, kwargs, ranks=worked)).result()
+            raise
+        return answers if rank is None else answers[rank]
+
+    def abort(self, target: StepFuture | int | str) -> bool:
+        """Abort a step, or a request that the workers hold.
+
+        Args:
+            target: a step's future or its id: the future fails with `StepAborted`. The step itself runs on, in
+                lockstep, unless the worker asks `RankInfo.is_aborted`. Or a request's id, a string: `Worker.abort` is
+                called with it on every rank, between the same two steps.
+
+        Returns:
+            For a step, False where it is not under way any more; for a request, True.
+        """
+        if isinstance(target, str):
+            self._group.submit(self._call_request("abort", (target,), {})).result()
+            return True
+        return self._group.abort_step(target.step if isinstance(target, StepFuture) else target)
+
+    def health(self) -> GroupHealth:
+        """Tell how every rank is doing, without asking them: the answer is there at once, whatever they do.
+
+        Returns:
+            The group's state, and each rank's phase, its age, and when it was last heard.
+        """
+        return self._group.health()
+
+    @property
+    def state(self) -> GroupState:
+        """Where the group is in its life."""
+        return self._group.state
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The process ids of the ranks, in order."""
+        return self._group.worker_pids
+
+    def shutdown(self) -> None:
+        """End the group: STOP, then SIGTERM, then SIGKILL, each with its limit. Safe to call again, from any thread.
+
+        Steps under way are finished first, within `stop_timeout_s`.
+
+        Raises:
+            WorkerLost: a rank died meanwhile.
+            StepFailed: a worker's teardown raised.
+        """
+        self._group.stop()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.shutdown()
+        except StepcastError as failure:
+            if error is None:
+                raise
+            _log.error("while the executor was shut down after another error: %s", failure)  # noqa: TRY400
+
+    def _step_request(self, payload: Any, *, gather: bool, timeout_s: float | None) -> Request:
+        frames = codec.encode(payload)
+        config = self.config
+        return Request(
+            kind=Kind.STEP,
+            name="step",
+            frames=frames,
+            size=_size(frames),
+            gather=gather,
+            answer_rank=config.output_rank,
+            limit=None if timeout_s is None else Limit(timeout_s, "timeout_s"),
+            hard_limit=_hard_limit(config.step_timeout_s, "step_timeout_s", timeout_s),
+        )
+
+    def _call_request(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Request:
+        config = self.config
+        frames = codec.encode([method, list(args), kwargs, None if ranks is None else list(ranks)])
+        return Request(
+            kind=Kind.CALL,
+            name=f"call of {method}, step",
+            frames=frames,
+            size=_size(frames),
+            gather=True,
+            answer_rank=config.output_rank,
+            limit=None if timeout_s is None else Limit(timeout_s, "timeout_s"),
+            hard_limit=_hard_limit(config.call_timeout_s, "call_timeout_s", timeout_s),
+        )
+
+
+def _size(frames: Sequence[bytes | memoryview]) -> int:
+    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
+
+
+def _hard_limit(setting_s: float, knob: str, timeout_s: float | None) -> Limit:
+    """The group's limit, never below the embedder's own."""
+    if timeout_s is not None and timeout_s > setting_s:
+        return Limit(timeout_s, "timeout_s")
+    return Limit(setting_s, knob)

@@ -1,0 +1,223 @@
+"""The errors that end a group, or keep a step out of it, put into words."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+
+from stepcast.bus.errors import (
+    Backpressure,
+    Closed,
+    ProtocolError,
+    StartupError,
+    StepcastError,
+    StepFailed,
+    StepTimeout,
+    WorkerLost,
+)
+from stepcast.bus.liveness import RankLiveness
+
+from .config import ExecutorConfig
+from .launch.process import WorkerProcess
+from .pending import Limit
+from .state import GroupState
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """Put an exit code into words.
+
+    Args:
+        exit_code: the code, negative for a signal.
+    """
+    if exit_code is None:
+        return "has ended"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = str(-exit_code)
+    return f"was killed by {name}"
+
+
+def worker_lost(process: WorkerProcess, told: RankLiveness, now: float, stderr: str) -> WorkerLost:
+    """A worker's process has ended.
+
+    Args:
+        process: the process.
+        told: what was last heard of it.
+        now: the clock's reading.
+        stderr: its last lines on stderr.
+    """
+    exit_code = process.exit_code()
+    silent_for_s = now - told.last_heard
+    return WorkerLost(
+        f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while {told.phase}, {silent_for_s:.2f} s "
+        f"after its last message: the group has ended; start a new executor{_last_lines(process.rank, stderr)}",
+        rank=process.rank,
+        pid=process.pid,
+        exit_code=exit_code,
+        phase=str(told.phase),
+        silent_for_s=silent_for_s,
+    )
+
+
+def rank_broken(rank: int, description: Sequence[str]) -> StepFailed:
+    """A rank raised outside a step, so that it has left its loop.
+
+    Args:
+        rank: the rank.
+        description: the exception's type, text and traceback.
+    """
+    exception_type, text, trace = description
+    return StepFailed(
+        f"rank {rank} failed outside a step: {exception_type}: {text}: the group has ended; start a new executor\n\n"
+        f"rank {rank}: {trace}",
+        step=0,
+        rank=rank,
+        exception_type=exception_type,
+        traceback=trace,
+        epoch_ended=True,
+    )
+
+
+def start_raised(rank: int, phase: str, description: Sequence[str], stderr: str) -> StartupError:
+    """A rank raised while it was starting.
+
+    Args:
+        rank: the rank.
+        phase: where it was.
+        description: the exception's type, text and traceback.
+        stderr: its last lines on stderr.
+    """
+    exception_type, text, trace = description
+    doing = {"importing": "importing the worker's class", "loading": "the worker's setup()"}.get(phase, phase)
+    return StartupError(
+        f"rank {rank} failed in {doing}: {exception_type}: {text}: correct it and start again\n\n"
+        f"rank {rank}: {trace}{_last_lines(rank, stderr)}",
+        ranks=[rank],
+        phases={rank: phase},
+        stderr={rank: stderr},
+    )
+
+
+def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
+    """A rank's process ended while it was starting.
+
+    Args:
+        process: the process.
+        phase: the last phase it told.
+        stderr: its last lines on stderr.
+    """
+    rank, exit_code = process.rank, process.exit_code()
+    return StartupError(
+        f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its last "
+        f"lines, and start again{_last_lines(rank, stderr)}",
+        ranks=[rank],
+        phases={rank: phase},
+        exit_codes={} if exit_code is None else {rank: exit_code},
+        stderr={rank: stderr},
+    )
+
+
+def start_timed_out(limit_s: float, phases: Mapping[int, str], stderr: Mapping[int, str]) -> StartupError:
+    """Some ranks were not ready within the start-up limit.
+
+    Args:
+        limit_s: the limit.
+        phases: the phase that each missing rank has reached.
+        stderr: their last lines on stderr.
+    """
+    missing = ", ".join(f"rank {rank} ({phase})" for rank, phase in phases.items())
+    lines = "".join(_last_lines(rank, text) for rank, text in stderr.items())
+    return StartupError(
+        f"not ready within startup_timeout_s={limit_s:g} s: {missing}: raise the limit where they are only slow; their "
+        f"stacks are in the log{lines}",
+        ranks=list(phases),
+        phases=phases,
+        stderr=stderr,
+    )
+
+
+def back_pressure(slow: Sequence[int], queued: int, queued_bytes: int, config: ExecutorConfig) -> Backpressure:
+    """There was no room in the windows.
+
+    Args:
+        slow: the ranks that hold them up.
+        queued: messages under way.
+        queued_bytes: their bytes.
+        config: the settings.
+    """
+    return Backpressure(
+        f"no room for another step within backpressure_timeout_s={config.backpressure_timeout_s:g} s: {queued} of "
+        f"max_in_flight={config.max_in_flight} messages and {queued_bytes} of "
+        f"max_in_flight_bytes={config.max_in_flight_bytes} bytes wait for rank {_join(slow)}; nothing was published: "
+        "submit less, or raise the window",
+        slow_ranks=slow,
+        queued=queued,
+        queued_bytes=queued_bytes,
+        limit=config.max_in_flight,
+        limit_bytes=config.max_in_flight_bytes,
+    )
+
+
+def check_open(state: GroupState, failure: StepcastError | None) -> None:
+    """Refuse a step where the group takes none.
+
+    Args:
+        state: the group's state.
+        failure: the error that has ended it.
+
+    Raises:
+        Closed: it takes no steps.
+    """
+    if state.accepts_steps:
+        return
+    if failure is not None:
+        raise Closed(f"the group has failed; start a new executor. The failure: {failure}") from failure
+    raise Closed(f"the executor takes no steps: it is {state.value}")
+
+
+def check_size(size: int, config: ExecutorConfig) -> None:
+    """Refuse a message that can never be sent.
+
+    Args:
+        size: bytes of payload and buffers.
+        config: the settings.
+
+    Raises:
+        ProtocolError: it is over the limit.
+    """
+    limit = min(config.max_message_bytes, config.max_in_flight_bytes)
+    if size > limit:
+        raise ProtocolError(
+            f"a message of {size} bytes is over the limit of {limit}: send less, or raise max_message_bytes and "
+            "max_in_flight_bytes; nothing was published",
+            expected=f"at most {limit} bytes",
+            got=f"{size} bytes",
+        )
+
+
+def expired(name: str, limit: Limit) -> StepTimeout:
+    """A limit had passed before the step was published.
+
+    Args:
+        name: what the step is called.
+        limit: the limit.
+    """
+    return StepTimeout(
+        f"{name}: the limit {limit.knob}={limit.seconds:g} had passed before it was published; it was not",
+        step=0,
+        elapsed_s=0.0,
+        limit_s=limit.seconds,
+        knob=limit.knob,
+        phases={},
+    )
+
+
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks)) or "(none: a pipe is full)"
+
+
+def _last_lines(rank: int, stderr: str) -> str:
+    return f"\n\nrank {rank}, last lines on stderr:\n{stderr}" if stderr else ""

@@ -1,0 +1,372 @@
+"""One group of worker processes, and the way of a step through it.
+
+One lock guards the sockets and the tables. It is never held while a thread waits, nor while a future is resolved, whose
+callbacks are the embedder's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait as wait_for_futures
+from typing import NamedTuple
+
+import zmq
+
+from stepcast.bus.endpoints import RunDirectory
+from stepcast.bus.errors import ProtocolError, StepcastError
+from stepcast.bus.frames import Flag, Kind
+from stepcast.bus.liveness import HeartbeatTimer
+from stepcast.bus.publisher import Publisher
+from stepcast.bus.replies import ReplyReader
+
+from . import failures
+from .config import ExecutorConfig
+from .health import GroupHealth, RankHealth
+from .inbox import Inbox
+from .launch.process import WorkerProcess
+from .pending import Limit, Pending, PendingTable, StepFuture, settle
+from .pump import Pump
+from .state import GroupState, can_change
+
+#: How soon a publication is tried again that a pipe refused although the windows have room.
+_REFUSED_RETRY_S = 0.005
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class Request(NamedTuple):
+    """A step or a call, encoded.
+
+    Attributes:
+        kind: STEP or CALL.
+        name: what errors call it, before its id.
+        frames: payload and buffers.
+        size: their bytes.
+        gather: whether every rank's answer is wanted.
+        answer_rank: the rank whose answer is wanted otherwise.
+        limit: the embedder's own limit.
+        hard_limit: the limit past which the group ends.
+    """
+
+    kind: Kind
+    name: str
+    frames: Sequence[bytes | memoryview]
+    size: int
+    gather: bool
+    answer_rank: int
+    limit: Limit | None
+    hard_limit: Limit
+
+
+class Group:
+    """The driver's end of one group: its sockets and tables. A `Monitor` starts, watches and ends its processes.
+
+    Args:
+        config: the settings.
+        directory: the run's private directory.
+        run_id: 16 bytes.
+        monitor_reads: tells the monitor to read the replies, or to leave them to a thread that waits.
+        wake_monitor: makes the monitor look at everything once.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        lock: guards everything here.
+        state: where the group is in its life.
+        failure: the error that ended it.
+        processes: the ranks' processes, once started.
+    """
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        directory: RunDirectory,
+        run_id: bytes,
+        *,
+        monitor_reads: Callable[[bool], None],
+        wake_monitor: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.epoch = 1
+        self.lock = threading.Lock()
+        self.state = GroupState.NEW
+        self.failure: StepcastError | None = None
+        self.processes: list[WorkerProcess] = []
+        self._wake_monitor = wake_monitor
+        self._last_step = 0
+        self._room = threading.Condition(self.lock)
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.publisher = Publisher(
+            self._context,
+            directory.endpoint("publish"),
+            run_id=run_id,
+            epoch=self.epoch,
+            world_size=config.world_size,
+            max_in_flight=config.max_in_flight,
+            max_in_flight_bytes=config.max_in_flight_bytes,
+        )
+        self.replies = ReplyReader(
+            self._context,
+            directory.endpoint("replies"),
+            run_id=run_id,
+            epoch=self.epoch,
+            world_size=config.world_size,
+            max_message_bytes=config.max_message_bytes,
+        )
+        now = clock()
+        self.heartbeat = HeartbeatTimer(config.heartbeat_interval_s, now)
+        self.pending = PendingTable(config.world_size, config.failure_grace_s)
+        self.inbox = Inbox(self.replies, self.publisher, self.pending, config.world_size, now)
+        self._pump = Pump(
+            self.replies.fd,
+            read=self._read_for_waiter,
+            monitor_reads=monitor_reads,
+            wake_monitor=wake_monitor,
+            clock=clock,
+        )
+
+    # The way of a step.
+
+    def submit(self, request: Request) -> StepFuture:
+        """Publish a request, waiting for room in the windows where there is none.
+
+        Args:
+            request: the request.
+
+        Returns:
+            Its future.
+
+        Raises:
+            Backpressure: there was no room for `backpressure_timeout_s`.
+            Closed: the group takes no steps.
+            ProtocolError: the request is larger than any that can be sent.
+            StepFailed: an earlier step failed on another rank after its own future had been resolved.
+            StepTimeout: the request's limit has passed already.
+        """
+        deadline: float | None = None
+        while True:
+            future = self.try_submit(request)
+            if future is not None:
+                return future
+            deadline = self.clock() + self.config.backpressure_timeout_s if deadline is None else deadline
+            if self.clock() >= deadline:
+                with self.lock:
+                    bus = self.publisher
+                    raise failures.back_pressure(bus.slow_ranks(), bus.in_flight, bus.in_flight_bytes, self.config)
+            self._wait_for_room(request, deadline)
+
+    def try_submit(self, request: Request) -> StepFuture | None:
+        """Publish a request if there is room for it in the windows.
+
+        Args:
+            request: the request.
+
+        Returns:
+            Its future; None where there is no room.
+
+        Raises:
+            StepcastError: as `submit`.
+        """
+        if request.limit is not None and request.limit.seconds <= 0:
+            raise failures.expired(request.name, request.limit)
+        with self.lock:
+            failures.check_open(self.state, self.failure)
+            failures.check_size(request.size, self.config)
+            if not self.publisher.has_credit(request.size):
+                return None
+            carried = self.pending.take_carried_failure()
+            if carried is not None:
+                raise carried
+            return self._publish(request)
+
+    def wait(self, future: StepFuture, timeout_s: float | None) -> None:
+        """Wait until a future is resolved, reading the replies in this thread unless another one does.
+
+        Args:
+            future: the future.
+            timeout_s: the longest to wait; None for the limits of the step itself.
+        """
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        if not self._pump.read_until(future.done, deadline):
+            wait_for_futures((future,), timeout_s)
+
+    def abort_step(self, step: int) -> bool:
+        """Resolve a step's future with `StepAborted`, and tell the ranks.
+
+        Args:
+            step: the step's id.
+
+        Returns:
+            False where the step is not under way any more.
+        """
+        with self.lock:
+            aborted = self.pending.abort(step)
+            if aborted and not self._closed:
+                self.publisher.control(Kind.ABORT, step)
+        self.settle()
+        return aborted
+
+    def health(self) -> GroupHealth:
+        """Tell how every rank is doing, without asking them and without waiting."""
+        with self.lock:
+            now = self.clock()
+            pids = {process.rank: process.pid for process in self.processes}
+            dropped = Counter(self.replies.dropped, late=self.pending.late, malformed=self.inbox.malformed)
+            return GroupHealth(
+                state=self.state.value,
+                ok=self.state.accepts_steps,
+                failure=None if self.failure is None else str(self.failure),
+                epoch=self.epoch,
+                published=self.publisher.sequence,
+                in_flight=self.publisher.in_flight,
+                in_flight_bytes=self.publisher.in_flight_bytes,
+                dropped=dict(dropped),
+                ranks=tuple(
+                    RankHealth(
+                        rank=rank,
+                        pid=pids.get(rank, 0),
+                        phase=str(told.phase),
+                        phase_age_s=now - told.phase_since,
+                        step=told.step,
+                        last_heard_s=now - told.last_heard,
+                        queue_depth=self.publisher.unanswered(rank),
+                    )
+                    for rank, told in enumerate(self.inbox.liveness)
+                ),
+            )
+
+    def settle(self) -> None:
+        """Resolve the futures whose outcome is known, and let a thread that waits for one see it. Needs no lock."""
+        with self.lock:
+            settlements = self.pending.take_settlements()
+        if settlements:
+            settle(settlements)
+            self._pump.wake()
+
+    # What the monitor uses. It holds the lock in all of these.
+
+    def change(self, state: GroupState) -> None:
+        """Change the group's state as a unit."""
+        assert can_change(self.state, state), (self.state, state)  # noqa: S101 - a bug here, never an input
+        _log.debug("group %s -> %s", self.state.value, state.value)
+        self.state = state
+        self._room.notify_all()
+
+    def fail(self, error: StepcastError) -> None:
+        """End the group: every future gets the error, and the monitor ends the processes."""
+        if self.state in (GroupState.FAILED, GroupState.STOPPED):
+            return
+        self.failure = error
+        self.change(GroupState.FAILED)
+        self.pending.fail_all(error)
+        self._wake_monitor()
+
+    def publish_to_all(self, kind: Kind, frames: Sequence[bytes | memoryview] = ()) -> bool:
+        """Publish BEGIN or STOP, which need no room in the windows.
+
+        Returns:
+            False where a pipe was full.
+        """
+        if self.publisher.publish(kind, 0, frames, sum(map(len, frames))) is None:
+            return False
+        self.heartbeat.published(self.clock())
+        return True
+
+    def read_replies(self, now: float) -> bool:
+        """Take all replies that have come.
+
+        Returns:
+            Whether there was one that the monitor wants to know of.
+        """
+        if self._closed:
+            return False
+        rare = self.inbox.read(now)
+        if self.state.accepts_steps:
+            wanted = GroupState.DEGRADED if self.pending.degraded else GroupState.READY
+            if self.state is not wanted:
+                self.change(wanted)
+        self._room.notify_all()
+        return rare
+
+    def expire(self, now: float) -> None:
+        """Judge what is late."""
+        error = self.pending.expire(now, self.inbox.phases())
+        if error is not None:
+            self.fail(error)
+
+    def close(self) -> None:
+        """Close the sockets. Called without the lock, when every process has ended and every future is resolved."""
+        self._pump.close(self.config.kill_timeout_s)
+        with self.lock:
+            self._closed = True
+            self.publisher.close()
+            self.replies.close()
+        self._context.term()
+
+    def _publish(self, request: Request) -> StepFuture | None:
+        now = self.clock()
+        step = self._last_step + 1
+        flags = Flag.GATHER if request.gather else Flag.NONE
+        try:
+            sequence = self.publisher.publish(request.kind, step, request.frames, request.size, flags)
+        except BaseException as interruption:
+            # A KeyboardInterrupt between the parts of a message leaves the socket in the middle of it.
+            self.fail(ProtocolError(f"the publication of step {step} was interrupted: {interruption!r}"))
+            raise
+        if sequence is None:
+            return None
+        self._last_step = step
+        self.heartbeat.published(now)
+        future = StepFuture(step, self.wait, self.abort_step)
+        self.pending.add(
+            Pending(
+                sequence=sequence,
+                step=step,
+                name=f"{request.name} {step}",
+                future=future,
+                gather=request.gather,
+                answer_rank=request.answer_rank,
+                needs_all=request.gather or len(request.frames) > 1,
+                published_at=now,
+                limit=request.limit,
+                hard_limit=request.hard_limit,
+            )
+        )
+        if request.limit is not None:
+            self._wake_monitor()  # it may sleep past this limit
+        return future
+
+    def _wait_for_room(self, request: Request, deadline: float) -> None:
+        """Wait until there may be room, the group takes no steps any more, or the deadline."""
+
+        # Refused though the windows have room: the pipe of a stray subscriber is full. Try again a little later.
+        refused = self.publisher.has_credit(request.size)
+        if refused:
+            deadline = min(deadline, self.clock() + _REFUSED_RETRY_S)
+
+        def has_room() -> bool:
+            return not self.state.accepts_steps or (not refused and self.publisher.has_credit(request.size))
+
+        if not self._pump.read_until(has_room, deadline):
+            with self._room:  # another thread reads
+                self._room.wait_for(has_room, deadline - self.clock())
+
+    def _read_for_waiter(self) -> float | None:
+        """One turn of a waiting thread: read, judge, resolve; tell how long nothing else is due."""
+        with self.lock:
+            now = self.clock()
+            if self.read_replies(now):
+                self._wake_monitor()
+            deadline = self.pending.next_deadline()
+            if deadline is not None and deadline <= now:
+                self.expire(now)
+                deadline = self.pending.next_deadline()
+            settlements = self.pending.take_settlements()
+        settle(settlements)
+        return None if deadline is None else deadline - now

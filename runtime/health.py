@@ -1,0 +1,56 @@
+"""What `Executor.health` tells: progress, rank by rank, and not only that the processes exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHealth:
+    """One rank.
+
+    Attributes:
+        rank: the rank.
+        pid: its process id; 0 before it was started.
+        phase: what it said last that it was doing; "gone" where its process has ended.
+        phase_age_s: seconds since it began that.
+        step: the id of the step it works on, or worked on last; 0 before the first.
+        last_heard_s: seconds since its last message.
+        queue_depth: messages published that it has not answered.
+    """
+
+    rank: int
+    pid: int
+    phase: str
+    phase_age_s: float
+    step: int
+    last_heard_s: float
+    queue_depth: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupHealth:
+    """The group.
+
+    Attributes:
+        state: the group's state, such as "ready".
+        ok: whether it takes steps.
+        failure: the text of the error that ended it; None where none did.
+        epoch: the life of the group.
+        published: messages published so far.
+        in_flight: messages that some rank has not answered.
+        in_flight_bytes: their bytes.
+        dropped: counts of dropped messages by reason.
+        ranks: every rank.
+    """
+
+    state: str
+    ok: bool
+    failure: str | None
+    epoch: int
+    published: int
+    in_flight: int
+    in_flight_bytes: int
+    dropped: Mapping[str, int]
+    ranks: tuple[RankHealth, ...]

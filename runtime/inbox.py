@@ -1,0 +1,124 @@
+"""What the ranks' messages mean to the driver: reply by reply, into the tables."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgpack
+
+from stepcast.bus import codec
+from stepcast.bus.errors import ProtocolError
+from stepcast.bus.frames import Flag, Kind
+from stepcast.bus.liveness import Phase, RankLiveness
+from stepcast.bus.publisher import Publisher
+from stepcast.bus.replies import Reply, ReplyReader
+
+from .pending import PendingTable
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class Inbox:
+    """Takes the replies of one group. The caller serialises.
+
+    Args:
+        replies: the reply socket.
+        publisher: learns what is answered, and replays what is missing.
+        pending: the steps under way.
+        world_size: the number of ranks.
+        now: the clock's reading.
+
+    Attributes:
+        liveness: what was last heard of each rank.
+        greeted: for each rank the sockets, "step" and "control", over which it has received PROBE.
+        loaded: ranks whose worker is set up.
+        said_bye: ranks that have torn their worker down.
+        broken: ranks that raised outside a step: the exception's type, text and traceback.
+        unreplayable: what a rank misses and the store no longer has.
+        malformed: messages dropped because their payload could not be understood.
+    """
+
+    def __init__(
+        self, replies: ReplyReader, publisher: Publisher, pending: PendingTable, world_size: int, now: float
+    ) -> None:
+        self._replies = replies
+        self._publisher = publisher
+        self._pending = pending
+        self.liveness = [RankLiveness(last_heard=now, phase_since=now) for _ in range(world_size)]
+        self.greeted: list[set[str]] = [set() for _ in range(world_size)]
+        self.loaded: set[int] = set()
+        self.said_bye: set[int] = set()
+        self.broken: dict[int, Sequence[str]] = {}
+        self.unreplayable: ProtocolError | None = None
+        self.malformed = 0
+
+    @property
+    def all_greeted(self) -> bool:
+        """Whether every rank has received PROBE over both of its sockets."""
+        return all(len(sockets) == 2 for sockets in self.greeted)  # noqa: PLR2004 - step and control
+
+    def read(self, now: float) -> bool:
+        """Take all replies that have come.
+
+        Args:
+            now: the clock's reading.
+
+        Returns:
+            Whether there was one that is not an answer to a step: the monitor wants to know.
+        """
+        rare = False
+        while (reply := self._replies.read()) is not None:
+            header = reply.header
+            told = self.liveness[header.rank]
+            told.last_heard = now
+            if header.kind == Kind.RESULT:
+                told.phase, told.phase_since = Phase.IDLE, now
+                told.sequence, told.step = header.sequence, header.step
+                self._publisher.acknowledge(header.rank, header.sequence)
+                if header.step:
+                    self._pending.result(header.rank, header.sequence, reply.frames)
+                continue
+            rare = True
+            try:
+                self._take_rare(reply, told, now)
+            except (ProtocolError, ValueError, TypeError, IndexError) as problem:
+                self.malformed += 1
+                _log.warning("dropped a malformed message of rank %d: %s", header.rank, problem)
+        return rare
+
+    def phases(self) -> dict[int, str]:
+        """Each rank's last known phase."""
+        return {rank: str(told.phase) for rank, told in enumerate(self.liveness)}
+
+    def _take_rare(self, reply: Reply, told: RankLiveness, now: float) -> None:
+        header = reply.header
+        rank = header.rank
+        if header.kind == Kind.FAILURE:
+            exception_type, text, trace = codec.decode(reply.frames)
+            if header.step:
+                told.told(now, Phase.IDLE)
+                self._publisher.acknowledge(rank, header.sequence)
+                self._pending.failed(rank, header.sequence, (exception_type, text, trace), now)
+            else:
+                self.broken[rank] = (exception_type, text, trace)
+        elif header.kind in (Kind.ALIVE, Kind.READY):
+            phase, age_s = msgpack.unpackb(reply.frames[0])
+            told.told(now, Phase(phase), float(age_s))
+            told.sequence, told.step = header.sequence, header.step
+            if header.kind == Kind.READY and phase == Phase.IDLE:
+                self.loaded.add(rank)
+        elif header.kind == Kind.HELLO:
+            self.greeted[rank].add("step" if header.flags & Flag.STEP_SOCKET else "control")
+        elif header.kind == Kind.BYE:
+            self.said_bye.add(rank)
+        elif header.kind == Kind.GAP:
+            self._replay(rank, header.sequence)
+
+    def _replay(self, rank: int, first: int) -> None:
+        try:
+            count = self._publisher.replay(first)
+        except ProtocolError as problem:
+            self.unreplayable = ProtocolError(f"rank {rank} misses messages, and {problem}", rank=rank)
+            return
+        _log.warning("rank %d misses message %d; published %d messages again", rank, first, count)

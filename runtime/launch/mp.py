@@ -1,0 +1,148 @@
+"""The "mp" launcher: a process for each rank on this host."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from stepcast.workers.boot import run_worker
+from stepcast.workers.boot_config import BootConfig
+
+from .process import ForkedProcess, SpawnedProcess, WorkerProcess
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+def spawn(boot: BootConfig, environment: Mapping[str, str]) -> WorkerProcess:
+    """Start a rank in a fresh interpreter.
+
+    Call it from the thread that lives as long as the group: the kernel ends the rank when that thread ends.
+
+    Args:
+        boot: what the rank is told, over an anonymous file as its stdin, so that nothing of it shows in a process list.
+        environment: the rank's whole environment.
+
+    Returns:
+        The process.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    # The interpreter must find stepcast and the worker's module where this process finds them.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from stepcast.workers.boot import main; main()"
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+    stdin = os.memfd_create("stepcast-boot")
+    try:
+        os.write(stdin, boot.to_bytes())
+        os.lseek(stdin, 0, os.SEEK_SET)
+        popen = subprocess.Popen(  # noqa: S603 - our own interpreter and code
+            [sys.executable, *flags, "-c", code],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            bufsize=0,
+            # A session of its own: what a terminal sends to its foreground processes reaches the driver alone.
+            start_new_session=True,
+        )
+    finally:
+        os.close(stdin)
+    return SpawnedProcess(boot.rank, popen)
+
+
+def fork(method: str, boots: Sequence[BootConfig], environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess]:
+    """Start all ranks by multiprocessing's "fork" or "forkserver".
+
+    Args:
+        method: the start method.
+        boots: what each rank is told.
+        environments: each rank's whole environment; set in the child, after the modules that this process has imported.
+
+    Returns:
+        The processes.
+
+    Raises:
+        OSError: one can't be started; those before it have been killed.
+    """
+    _warn_of_threads(method)
+    context: Any = multiprocessing.get_context(method)
+    started: list[WorkerProcess] = []
+    siblings: list[int] = []
+    try:
+        for boot, environment in zip(boots, environments, strict=True):
+            stdout_read, stdout_write = context.Pipe(duplex=False)
+            stderr_read, stderr_write = context.Pipe(duplex=False)
+            # A fork inherits the read ends of its elder siblings' pipes; it closes them.
+            inherited = [*siblings, stdout_read.fileno(), stderr_read.fileno()] if method == "fork" else []
+            process = context.Process(
+                target=_run_forked,
+                args=(boot, dict(environment), stdout_write, stderr_write, inherited),
+                name=f"stepcast-rank-{boot.rank}",
+            )
+            process.start()
+            stdout_write.close()
+            stderr_write.close()
+            outputs = (_as_file(stdout_read), _as_file(stderr_read))
+            siblings.extend(output.fileno() for output in outputs)
+            started.append(ForkedProcess(boot.rank, process, outputs))
+    except BaseException:
+        for each in started:
+            each.send_signal(signal.SIGKILL)
+        raise
+    return started
+
+
+def _as_file(connection: Connection) -> IO[bytes]:
+    # The descriptor outlives the connection object, which would close it.
+    descriptor = os.dup(connection.fileno())
+    connection.close()
+    return io.FileIO(descriptor, "rb")  # type: ignore[return-value]  # unbuffered, as Popen's are
+
+
+def _run_forked(
+    boot: BootConfig,
+    environment: dict[str, str],
+    stdout: Connection,
+    stderr: Connection,
+    inherited: Sequence[int],
+) -> None:
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(stderr.fileno(), 2)
+    stdout.close()
+    stderr.close()
+    for descriptor in inherited:
+        os.close(descriptor)
+    # The parent's objects may stand for other files (a test runner's, a notebook's).
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), line_buffering=True)  # type: ignore[arg-type]
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "wb", closefd=False), line_buffering=True)  # type: ignore[arg-type]
+    os.environ.clear()
+    os.environ.update(environment)
+    _restore_signals()
+    sys.exit(run_worker(boot))
+
+
+def _restore_signals() -> None:
+    """Drop the handlers that the embedder had set up for itself."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _warn_of_threads(method: str) -> None:
+    if method == "fork" and threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        _log.warning(
+            "start_method='fork' in a process with other threads (%s): a lock that one of them holds stays locked in the "
+            "workers; use 'spawn' where they hang",
+            names,
+        )

@@ -1,0 +1,126 @@
+"""What each rank of a group is told, and the environment it gets."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from stepcast.bus.endpoints import RunDirectory
+from stepcast.bus.errors import ConfigError
+from stepcast.runtime.config import ExecutorConfig
+from stepcast.workers.base import Worker
+from stepcast.workers.boot_config import BootConfig
+from stepcast.workers.death_watch import process_start_time
+
+#: Variables that a parent's own device or launcher set for itself, and that would bind every rank alike.
+_NOT_INHERITED = ("HLS_MODULE_ID",)
+
+
+def plan_ranks(
+    config: ExecutorConfig, directory: RunDirectory, run_id: bytes, epoch: int, *, die_with_driver: bool
+) -> list[BootConfig]:
+    """Write down what each rank of a group on this host is told.
+
+    Args:
+        config: the settings.
+        directory: the run's private directory.
+        run_id: 16 bytes.
+        epoch: the life of the group.
+        die_with_driver: as in `BootConfig`.
+
+    Returns:
+        A configuration for each rank, in order.
+    """
+    pid = os.getpid()
+    start_time = process_start_time(pid)
+    assert start_time is not None  # noqa: S101 - this process exists
+    return [
+        BootConfig(
+            rank=rank,
+            local_rank=rank,
+            world_size=config.world_size,
+            epoch=epoch,
+            output_rank=config.output_rank,
+            device=config.device,
+            rendezvous=f"file://{directory.path}/rendezvous-{epoch}",
+            process_group_timeout_s=config.process_group_timeout_s,
+            worker=worker_spec(config.worker),
+            run_id=run_id,
+            publish_endpoint=directory.endpoint("publish"),
+            reply_endpoint=directory.endpoint("replies"),
+            max_message_bytes=config.max_message_bytes,
+            driver_pid=pid,
+            driver_start_time=start_time,
+            die_with_driver=die_with_driver,
+            startup_timeout_s=config.startup_timeout_s,
+            reply_timeout_s=config.reply_timeout_s,
+            linger_s=config.linger_s,
+            log_level=config.log_level,
+            options=dict(config.worker_options),
+        )
+        for rank in range(config.world_size)
+    ]
+
+
+def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, str]:
+    """Put together one rank's environment; this process's own is left alone.
+
+    Args:
+        config: the settings.
+        boot: what the rank is told.
+
+    Returns:
+        The whole environment.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    if config.world_size > 1:
+        # Ranks that share a host's cores slow one another down with a thread pool each.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.update(
+        RANK=str(boot.rank),
+        LOCAL_RANK=str(boot.local_rank),
+        WORLD_SIZE=str(boot.world_size),
+        LOCAL_WORLD_SIZE=str(boot.world_size),
+    )
+    environment.update(config.worker_env)
+    return environment
+
+
+def worker_spec(worker: str | type[Worker]) -> str:
+    """Name the worker's class so that another process can find it.
+
+    Args:
+        worker: the class, or its name.
+
+    Returns:
+        ``module:Class`` or ``path/to/script.py:Class``.
+
+    Raises:
+        ConfigError: no other process can find it.
+    """
+    if isinstance(worker, str):
+        source, _, name = worker.rpartition(":")
+        return f"{Path(source).absolute()}:{name}" if source.endswith(".py") else worker
+    if "<locals>" in worker.__qualname__:
+        raise ConfigError(
+            f"worker={worker.__qualname__}: a class defined in a function can't be found by the worker processes; "
+            "define it at the top level of a module"
+        )
+    if worker.__module__ != "__main__":
+        return f"{worker.__module__}:{worker.__qualname__}"
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None and main.__spec__.name not in ("__main__", ""):  # python -m package.module
+        return f"{main.__spec__.name.removesuffix('.__main__')}:{worker.__qualname__}"
+    try:
+        path = inspect.getsourcefile(worker)
+    except (TypeError, OSError):
+        path = None
+    if path is None or not Path(path).is_file():
+        raise ConfigError(
+            f"worker={worker.__qualname__}: it was defined interactively, where the worker processes can't find it; "
+            "define it in a file"
+        )
+    return f"{Path(path).absolute()}:{worker.__qualname__}"

@@ -1,0 +1,93 @@
+"""A worker's process as the driver sees it, whichever way it was started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from multiprocessing.process import BaseProcess
+from typing import IO
+
+
+class WorkerProcess:
+    """One rank's process.
+
+    Attributes:
+        rank: the rank.
+        pid: its process id.
+        sentinel: a descriptor that becomes readable when the process has ended; None where the kernel has none.
+        outputs: the read ends of its stdout and stderr.
+    """
+
+    def __init__(self, rank: int, pid: int, sentinel: int | None, outputs: tuple[IO[bytes], IO[bytes]]) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.sentinel = sentinel
+        self.outputs = outputs
+
+    def exit_code(self) -> int | None:
+        """Reap the process where it has ended.
+
+        Returns:
+            Its exit code, negative for a signal; None while it runs.
+        """
+        raise NotImplementedError
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.exit_code() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Close the descriptors. The process must have been reaped."""
+        raise NotImplementedError
+
+
+class SpawnedProcess(WorkerProcess):
+    """A process started by `subprocess`.
+
+    Args:
+        rank: the rank.
+        popen: the process; its stdout and stderr are pipes.
+    """
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+        assert popen.stdout is not None  # noqa: S101 - the launcher asks for pipes
+        assert popen.stderr is not None  # noqa: S101
+        sentinel = None
+        with contextlib.suppress(OSError):
+            sentinel = os.pidfd_open(popen.pid)
+        super().__init__(rank, popen.pid, sentinel, (popen.stdout, popen.stderr))
+        self._popen = popen
+
+    def exit_code(self) -> int | None:
+        return self._popen.poll()
+
+    def close(self) -> None:
+        if self.sentinel is not None:
+            os.close(self.sentinel)
+            self.sentinel = None
+
+
+class ForkedProcess(WorkerProcess):
+    """A process started by `multiprocessing`.
+
+    Args:
+        rank: the rank.
+        process: the process, started.
+        outputs: the read ends of its stdout and stderr.
+    """
+
+    def __init__(self, rank: int, process: BaseProcess, outputs: tuple[IO[bytes], IO[bytes]]) -> None:
+        assert process.pid is not None  # noqa: S101 - it was started
+        super().__init__(rank, process.pid, process.sentinel, outputs)
+        self._process = process
+
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def close(self) -> None:
+        self.sentinel = None
+        self._process.close()

@@ -1,0 +1,376 @@
+"""The monitor thread: starts a group's processes, watches them, and ends them.
+
+It reads aloud: wait for something, read what has come, look at the processes, and take the next step of the group's
+life. It is the one that spawns, so that the kernel ends the workers when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from stepcast.bus.endpoints import RunDirectory
+from stepcast.bus.errors import Closed, StartupError, StepcastError, StepTimeout
+from stepcast.bus.frames import Kind
+from stepcast.bus.liveness import Phase
+from stepcast.workers.boot import EXIT_FAILED
+from stepcast.workers.responder import DUMP_SIGNAL
+
+from . import failures
+from .config import ExecutorConfig
+from .group import Group
+from .launch.process import WorkerProcess
+from .output import OutputRelay
+from .state import GroupState
+
+#: PROBE is published less and less often, down to once in this time.
+_MAX_PROBE_INTERVAL_S = 1.0
+_PROBE_BACKOFF = 1.5
+#: How long the end of a dead rank's stderr, or its last message, may take to arrive.
+_LAST_WORDS_S = 0.3
+#: How often processes are looked at where the kernel has no pidfd.
+_NO_PIDFD_POLL_S = 0.1
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class Monitor(threading.Thread):
+    """Watches one group.
+
+    Args:
+        config: the settings.
+        directory: the run's private directory; removed at the end.
+        run_id: 16 bytes.
+        launch: starts the processes; called in this thread.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        group: the group.
+        started: set when the group is ready, or has failed.
+        ended: set when nothing of the group is left.
+        on_failure: called with the error that has ended the group.
+        on_end: called when nothing of the group is left.
+    """
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        directory: RunDirectory,
+        run_id: bytes,
+        launch: Callable[[], list[WorkerProcess]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name="stepcast-monitor", daemon=True)
+        self._config = config
+        self._directory = directory
+        self._launch = launch
+        self._clock = clock
+        self.started = threading.Event()
+        self.ended = threading.Event()
+        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self.on_end: Callable[[], object] = lambda: None
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self.group = Group(
+            config, directory, run_id, monitor_reads=self._read_replies, wake_monitor=self.wake, clock=clock
+        )
+        self._replies_fd = self.group.replies.fd
+        self._epoll.register(self._replies_fd, select.EPOLLIN)
+        self._relay = OutputRelay()
+        now = clock()
+        self._start_deadline = now + config.startup_timeout_s
+        self._probe_interval_s = config.probe_interval_s
+        self._next_probe = now
+        self._begun = False
+        self._stop_wanted = False
+        self._kill_wanted = False
+        self._killing = False
+        #: What is sent to the processes that are left, and when; None is the end of patience.
+        self._escalation: list[tuple[float, signal.Signals | None]] = []
+        self._patience_ended = False
+        self._sentinels: dict[int, WorkerProcess] = {}
+
+    # Called by other threads.
+
+    def wake(self) -> None:
+        """Make the monitor look at everything once."""
+        with contextlib.suppress(OSError):  # it has ended
+            os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self, *, kill: bool) -> None:
+        """Ask for the end of the group; `ended` tells when it has come.
+
+        Args:
+            kill: without giving the workers time to finish.
+        """
+        self._stop_wanted = True
+        self._kill_wanted |= kill
+        self.wake()
+
+    def _read_replies(self, reads: bool) -> None:  # noqa: FBT001 - a switch, and nothing else
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            self._epoll.modify(self._replies_fd, select.EPOLLIN if reads else 0)
+
+    # The thread.
+
+    def run(self) -> None:
+        """Live as long as the group."""
+        try:
+            self._start_processes()
+            while not self._is_over():
+                self._turn()
+        except BaseException as error:
+            _log.exception("the monitor failed; the group ends")
+            self._fail(StepcastError(f"the monitor failed: {error!r}"))
+        finally:
+            self._clean_up()
+
+    def _turn(self) -> None:
+        timeout_s = self._sleep_s(self._clock())
+        ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        with self.group.lock:
+            now = self._clock()
+            self.group.read_replies(now)
+            self.group.publisher.drain_subscriptions()
+            if len(self._sentinels) < len(self.group.processes) or not ready.isdisjoint(self._sentinels):
+                self._look_at_processes(now)
+            self._judge_reports()
+            self._advance(now)
+        self.group.settle()
+        self._announce()
+
+    def _start_processes(self) -> None:
+        with self.group.lock:
+            self.group.change(GroupState.STARTING)
+        self._relay.start()
+        try:
+            processes = self._launch()
+        except OSError as problem:
+            self._fail(StartupError(f"the workers' processes can't be started: {problem}"))
+            return
+        for process in processes:
+            self._relay.add(process)
+            if process.sentinel is not None:
+                self._epoll.register(process.sentinel, select.EPOLLIN)
+                self._sentinels[process.sentinel] = process
+        with self.group.lock:
+            self.group.processes = processes
+
+    def _is_over(self) -> bool:
+        """Whether every process of a group that is to end has ended, or the last limit has passed."""
+        if self.group.state not in (GroupState.FAILED, GroupState.STOPPING):
+            return False
+        left = [process for process in self.group.processes if process.exit_code() is None]
+        if left and self._patience_ended:
+            _log.error("process %s outlives SIGKILL", ", ".join(str(process.pid) for process in left))
+        return not left or self._patience_ended
+
+    # One turn's work; the group's lock is held.
+
+    def _look_at_processes(self, now: float) -> None:
+        group = self.group
+        dead = [
+            process
+            for process in group.processes
+            if process.exit_code() is not None and group.inbox.liveness[process.rank].phase is not Phase.GONE
+        ]
+        # Where one rank's death makes others fail, the one that a signal has killed was first.
+        for process in sorted(dead, key=lambda process: process.exit_code() or 0):
+            if process.sentinel is not None:
+                self._epoll.unregister(process.sentinel)
+            self._judge_exit(process, now)
+            group.inbox.liveness[process.rank].told(now, Phase.GONE)
+
+    def _judge_reports(self) -> None:
+        group = self.group
+        for rank, description in list(group.inbox.broken.items()):
+            self._judge_broken(rank, description)
+        if group.inbox.unreplayable is not None:
+            group.fail(group.inbox.unreplayable)
+
+    def _judge_exit(self, process: WorkerProcess, now: float) -> None:
+        group = self.group
+        in_good_order = process.exit_code() == 0 and process.rank in group.inbox.said_bye
+        if group.state is GroupState.FAILED or self._kill_wanted or in_good_order:
+            return
+        if process.exit_code() == EXIT_FAILED:
+            self._hear_last_words(process.rank)
+        told = group.inbox.liveness[process.rank]
+        if process.rank in group.inbox.broken:
+            return  # it has said why
+        stderr = self._relay.stderr_tail(process.rank, _LAST_WORDS_S)
+        if group.state is GroupState.STARTING:
+            group.fail(failures.start_lost(process, str(told.phase), stderr))
+        else:
+            group.fail(failures.worker_lost(process, told, now, stderr))
+
+    def _judge_broken(self, rank: int, description: Sequence[str]) -> None:
+        del self.group.inbox.broken[rank]
+        if self.group.state is GroupState.STARTING:
+            phase = str(self.group.inbox.liveness[rank].phase)
+            stderr = self._relay.stderr_tail(rank, _LAST_WORDS_S)
+            self.group.fail(failures.start_raised(rank, phase, description, stderr))
+        else:
+            self.group.fail(failures.rank_broken(rank, description))
+
+    def _hear_last_words(self, rank: int) -> None:
+        deadline = self._clock() + _LAST_WORDS_S
+        poll = select.poll()
+        poll.register(self._replies_fd, select.POLLIN)
+        while rank not in self.group.inbox.broken and (remaining_s := deadline - self._clock()) > 0:
+            poll.poll(int(remaining_s * 1000) + 1)
+            self.group.read_replies(self._clock())
+
+    def _advance(self, now: float) -> None:
+        state = self.group.state
+        if self._stop_wanted and state not in (GroupState.STOPPING, GroupState.FAILED):
+            self._begin_stopping(now)
+        elif state is GroupState.STARTING:
+            self._greet(now)
+        elif state.accepts_steps:
+            self.group.expire(now)
+        if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
+            self._end_processes(now)
+        elif self.group.heartbeat.remaining_s(now) <= 0:
+            # Published again in an interval even where a pipe refuses it.
+            self.group.publisher.control(Kind.HEARTBEAT)
+            self.group.heartbeat.published(now)
+
+    def _greet(self, now: float) -> None:
+        group = self.group
+        everyone = self._config.world_size
+        if not group.inbox.all_greeted:
+            if now >= self._next_probe:
+                group.publisher.control(Kind.PROBE)
+                self._next_probe = now + self._probe_interval_s
+                self._probe_interval_s = min(self._probe_interval_s * _PROBE_BACKOFF, _MAX_PROBE_INTERVAL_S)
+        elif len(group.inbox.loaded) == everyone and not self._begun:
+            self._begun = group.publish_to_all(Kind.BEGIN)
+        elif self._begun and group.publisher.in_flight == 0:
+            group.change(GroupState.READY)
+            return
+        if now >= self._start_deadline:
+            self._fail_late_start()
+
+    def _fail_late_start(self) -> None:
+        group = self.group
+        missing = [rank for rank in range(self._config.world_size) if rank not in group.inbox.loaded]
+        missing = missing or group.publisher.slow_ranks()
+        phases = {rank: phase for rank, phase in group.inbox.phases().items() if rank in missing}
+        stderr = {rank: self._relay.stderr_tail(rank, 0) for rank in missing}
+        group.fail(failures.start_timed_out(self._config.startup_timeout_s, phases, stderr))
+
+    def _begin_stopping(self, now: float) -> None:
+        """STOP, then SIGTERM, then SIGKILL, each with its limit."""
+        group, config = self.group, self._config
+        orderly = group.state.accepts_steps and not self._kill_wanted and group.publish_to_all(Kind.STOP)
+        group.change(GroupState.STOPPING)
+        if orderly:
+            terminate_at = now + config.stop_timeout_s
+            kill_at = terminate_at + config.terminate_timeout_s
+            self._escalation = [(terminate_at, signal.SIGTERM), (kill_at, signal.SIGKILL)]
+            self._escalation.append((kill_at + config.kill_timeout_s, None))
+        else:
+            self._kill_wanted = True
+
+    def _end_processes(self, now: float) -> None:
+        failed = self.group.state is GroupState.FAILED
+        if (failed or self._kill_wanted) and not self._killing:
+            self._killing = True
+            wait_s = 0.0
+            if failed and self._dump_stacks():
+                wait_s = self._config.dump_timeout_s
+            kill_at = now + wait_s
+            self._escalation = [(kill_at, signal.SIGKILL), (kill_at + self._config.kill_timeout_s, None)]
+        while self._escalation and self._escalation[0][0] <= now:
+            _, number = self._escalation.pop(0)
+            if number is None:
+                self._patience_ended = True
+                continue
+            for process in self.group.processes:
+                if number is signal.SIGTERM and process.exit_code() is None:
+                    _log.warning("rank %d has not stopped in time; sending %s", process.rank, number.name)
+                process.send_signal(number)
+
+    def _dump_stacks(self) -> bool:
+        """Have stuck ranks write their stacks to stderr, and so to the log. A rank that was just spawned can't yet."""
+        failure = self.group.failure
+        stuck = isinstance(failure, StepTimeout) or (isinstance(failure, StartupError) and not failure.exit_codes)
+        ranks = [
+            process
+            for process in self.group.processes
+            if self.group.inbox.liveness[process.rank].phase not in (Phase.SPAWNING, Phase.STARTING, Phase.GONE)
+        ]
+        if not stuck or not ranks:
+            return False
+        for process in ranks:
+            process.send_signal(DUMP_SIGNAL)
+        return True
+
+    # Between the turns.
+
+    def _sleep_s(self, now: float) -> float:
+        """Seconds until something is due though nothing comes."""
+        with self.group.lock:
+            state = self.group.state
+            due = [when for when, _ in self._escalation[:1]]
+            if state not in (GroupState.STOPPING, GroupState.FAILED):
+                due.append(now + self.group.heartbeat.remaining_s(now))
+            if state is GroupState.STARTING:
+                due += [self._start_deadline] if self.group.inbox.all_greeted else [self._start_deadline, self._next_probe]
+            if state.accepts_steps and (deadline := self.group.pending.next_deadline()) is not None:
+                due.append(deadline)
+            if any(process.sentinel is None and process.exit_code() is None for process in self.group.processes):
+                due.append(now + _NO_PIDFD_POLL_S)
+        return max(0.0, min(due, default=now) - now)
+
+    def _announce(self) -> None:
+        if self.group.state.accepts_steps:
+            self.started.set()
+        elif self.group.state is GroupState.FAILED and self.on_failure:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        callbacks, self.on_failure = self.on_failure, []
+        for callback in callbacks:
+            try:
+                assert self.group.failure is not None  # noqa: S101 - it is FAILED
+                callback(self.group.failure)
+            except Exception:
+                _log.exception("an on_failure callback raised")
+
+    def _fail(self, error: StepcastError) -> None:
+        with self.group.lock:
+            self.group.fail(error)
+        self.group.settle()
+
+    def _clean_up(self) -> None:
+        group = self.group
+        for process in group.processes:
+            process.send_signal(signal.SIGKILL)  # of a process that has ended: nothing
+        self._announce()
+        with group.lock:
+            if group.state is not GroupState.FAILED:
+                group.pending.fail_all(Closed("the executor was shut down before the step was answered"))
+                group.change(GroupState.STOPPED)
+        group.settle()
+        self._relay.stop(self._config.linger_s)
+        for process in group.processes:
+            if process.exit_code() is not None:
+                process.close()
+        group.close()
+        self._directory.remove()
+        self._epoll.close()
+        os.close(self._wake_fd)
+        self.on_end()
+        self.started.set()
+        self.ended.set()

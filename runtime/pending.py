@@ -1,0 +1,371 @@
+"""Steps under way: who has answered, what the future gets, and when it is late.
+
+Pure: no sockets, no threads, no clock of its own. The caller serialises, and resolves the futures by `settle` after it
+has let go of its lock, since their callbacks are the embedder's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stepcast.bus import codec
+from stepcast.bus.errors import ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class StepFuture(Future[Any]):
+    """The future of a step or a call.
+
+    Waiting for it reads the replies in the waiting thread where no other thread does so already. Cancelling it aborts
+    the step.
+
+    Attributes:
+        step: the step's id, for `Executor.abort`.
+    """
+
+    def __init__(self, step: int, wait: Callable[[StepFuture, float | None], None], abort: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.step = step
+        self._wait = wait
+        self._abort = abort
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the answer.
+
+        Args:
+            timeout: the longest to wait, in seconds; the step goes on when it passes.
+
+        Returns:
+            The output rank's answer, or all ranks' where they are gathered.
+
+        Raises:
+            TimeoutError: the timeout passed.
+            StepcastError: the step failed.
+        """
+        if not self.done():
+            self._wait(self, timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the step to end, and return its error, or None."""
+        if not self.done():
+            self._wait(self, timeout)
+        return super().exception(0)
+
+    def cancel(self) -> bool:
+        """Abort the step: the future fails with `StepAborted`, and its answers are dropped as they come."""
+        return self._abort(self.step)
+
+
+class Limit(NamedTuple):
+    """A time limit, and the setting it comes from.
+
+    Attributes:
+        seconds: the limit.
+        knob: the setting's name.
+    """
+
+    seconds: float
+    knob: str
+
+
+@dataclass(slots=True)
+class Pending:
+    """One message that some rank has not answered.
+
+    Attributes:
+        sequence: its sequence number.
+        step: its step id.
+        name: what the errors call it.
+        future: what the embedder holds.
+        gather: whether the future gets every rank's answer.
+        answer_rank: the rank whose answer the future gets otherwise.
+        needs_all: whether the future waits for every rank, so that buffers may be reused once it is done.
+        published_at: the clock's reading when it was published.
+        limit: the embedder's own limit, which fails this future only.
+        hard_limit: the limit past which the group ends.
+        waiting: a bit for each rank that has not answered.
+        answers: what has been answered, by rank.
+        failure: the first failure that a rank reported.
+        failed_at: when that was.
+        ready: the outcome is known; the future is resolved in its turn.
+        settled: the future has been resolved.
+    """
+
+    sequence: int
+    step: int
+    name: str
+    future: StepFuture
+    gather: bool
+    answer_rank: int
+    needs_all: bool
+    published_at: float
+    limit: Limit | None
+    hard_limit: Limit
+    waiting: int = 0
+    answers: dict[int, Any] = field(default_factory=dict)
+    failure: StepFailed | None = None
+    failed_at: float = 0.0
+    ready: bool = False
+    settled: bool = False
+
+    def missing(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [rank for rank in range(self.waiting.bit_length()) if self.waiting >> rank & 1]
+
+
+class Settlement(NamedTuple):
+    """A future to be resolved."""
+
+    future: StepFuture
+    value: Any
+    error: BaseException | None
+
+
+class PendingTable:
+    """All steps under way, resolved in the order in which they were published.
+
+    Args:
+        world_size: the number of ranks.
+        failure_grace_s: after a rank raised, how long the others have to answer the same step.
+
+    Attributes:
+        late: answers dropped because nobody waits for them any more.
+        degraded: the last step that every rank has answered had failed on some rank.
+    """
+
+    def __init__(self, world_size: int, failure_grace_s: float) -> None:
+        self._everyone = (1 << world_size) - 1
+        self._world_size = world_size
+        self._failure_grace_s = failure_grace_s
+        self._by_sequence: dict[int, Pending] = {}
+        self._order: deque[Pending] = deque()
+        self._settlements: list[Settlement] = []
+        self._carried: StepFailed | None = None
+        self.late = 0
+        self.degraded = False
+
+    def __len__(self) -> int:
+        return len(self._by_sequence)
+
+    def add(self, entry: Pending) -> None:
+        """Add a message that has just been published."""
+        entry.waiting = self._everyone
+        self._by_sequence[entry.sequence] = entry
+        self._order.append(entry)
+
+    def take_carried_failure(self) -> StepFailed | None:
+        """Take the failure that came after its own step's future was resolved: it fails the next one."""
+        carried, self._carried = self._carried, None
+        return carried
+
+    def result(self, rank: int, sequence: int, frames: Sequence[bytes | memoryview]) -> None:
+        """Note a RESULT.
+
+        Args:
+            rank: the rank.
+            sequence: the message answered.
+            frames: the answer, not yet decoded; empty where it was not wanted.
+        """
+        entry = self._answered(rank, sequence)
+        if entry is None:
+            return
+        if entry.settled and frames:
+            self.late += entry.gather or rank == entry.answer_rank
+        elif frames and (entry.gather or rank == entry.answer_rank):
+            try:
+                entry.answers[rank] = codec.decode(frames)
+            except ProtocolError as problem:
+                entry.failure = entry.failure or _undecodable(entry, rank, problem)
+        self._judge(entry, rank)
+
+    def failed(self, rank: int, sequence: int, description: Sequence[str], now: float) -> None:
+        """Note a FAILURE.
+
+        Args:
+            rank: the rank that raised.
+            sequence: the message answered.
+            description: the exception's type, text and traceback.
+            now: the clock's reading.
+        """
+        entry = self._answered(rank, sequence)
+        if entry is None:
+            return
+        if entry.failure is None:
+            exception_type, text, trace = description
+            entry.failure = StepFailed(
+                f"{entry.name} failed on rank {rank}: {exception_type}: {text}\n\nrank {rank}: {trace}",
+                step=entry.step,
+                rank=rank,
+                exception_type=exception_type,
+                traceback=trace,
+            )
+            entry.failed_at = now
+        else:
+            entry.failure.failed_ranks += (rank,)
+        self._judge(entry, rank)
+
+    def abort(self, step: int) -> bool:
+        """Resolve a step's future with `StepAborted`.
+
+        Args:
+            step: the step's id.
+
+        Returns:
+            False where the step is not under way any more.
+        """
+        for entry in self._order:
+            if entry.step == step and not (entry.ready or entry.settled):
+                self._settle(entry, None, StepAborted(f"{entry.name} was aborted", step=step))
+                self._flush()
+                return True
+        return False
+
+    def next_deadline(self) -> float | None:
+        """The clock's reading at which `expire` has something to do next."""
+        deadlines = [deadline for entry in self._by_sequence.values() for deadline in self._deadlines(entry)]
+        return min(deadlines, default=None)
+
+    def expire(self, now: float, phases: Mapping[int, str]) -> StepcastError | None:
+        """Judge what is late.
+
+        Args:
+            now: the clock's reading.
+            phases: each rank's last known phase, for the errors.
+
+        Returns:
+            The error with which the group must end; None where it lives on.
+        """
+        for entry in list(self._by_sequence.values()):
+            if entry.failure is not None and now >= entry.failed_at + self._failure_grace_s:
+                return self._epoch_ended(entry, phases)
+            elapsed_s = now - entry.published_at
+            if elapsed_s >= entry.hard_limit.seconds:
+                return self._timed_out(entry, entry.hard_limit, elapsed_s, phases, ends_group=True)
+            limit = entry.limit
+            if limit is not None and elapsed_s >= limit.seconds and not (entry.ready or entry.settled):
+                self._settle(entry, None, self._timed_out(entry, limit, elapsed_s, phases, ends_group=False))
+                self._flush()
+        return None
+
+    def fail_all(self, error: StepcastError) -> None:
+        """Resolve every future with an error, and forget everything."""
+        for entry in self._order:
+            # Not the entry's own failure: where a rank dies, its peers' collectives raise first.
+            if not entry.settled:
+                self._settle(entry, None, error)
+        self._order.clear()
+        self._by_sequence.clear()
+
+    def take_settlements(self) -> list[Settlement]:
+        """Take the futures that are to be resolved now, by `settle`, without any lock held."""
+        settlements, self._settlements = self._settlements, []
+        return settlements
+
+    def _answered(self, rank: int, sequence: int) -> Pending | None:
+        entry = self._by_sequence.get(sequence)
+        if entry is None or not entry.waiting >> rank & 1:
+            self.late += 1
+            return None
+        entry.waiting &= ~(1 << rank)
+        return entry
+
+    def _judge(self, entry: Pending, rank: int) -> None:
+        if not entry.waiting:
+            del self._by_sequence[entry.sequence]
+            self.degraded = entry.failure is not None
+            if entry.failure is not None and (entry.ready or entry.settled):
+                self._carried = entry.failure
+            entry.ready = True
+        elif entry.failure is None and not entry.needs_all and rank == entry.answer_rank:
+            entry.ready = True
+        self._flush()
+
+    def _flush(self) -> None:
+        """Resolve, in the order of publication, what is known up to the first step whose outcome is not."""
+        order = self._order
+        while order and (order[0].ready or order[0].settled):
+            first = order.popleft()
+            if not first.settled:
+                error = first.failure or self.take_carried_failure()
+                self._settle(first, None if error else self._value(first), error)
+
+    def _value(self, entry: Pending) -> Any:
+        if entry.gather:
+            return [entry.answers.get(rank) for rank in range(self._world_size)]
+        return entry.answers.get(entry.answer_rank)
+
+    def _settle(self, entry: Pending, value: Any, error: BaseException | None) -> None:
+        entry.settled = True
+        entry.answers = {}
+        self._settlements.append(Settlement(entry.future, value, error))
+
+    def _deadlines(self, entry: Pending) -> list[float]:
+        deadlines = [entry.published_at + entry.hard_limit.seconds]
+        if entry.failure is not None:
+            deadlines.append(entry.failed_at + self._failure_grace_s)
+        if entry.limit is not None and not (entry.ready or entry.settled):
+            deadlines.append(entry.published_at + entry.limit.seconds)
+        return deadlines
+
+    def _epoch_ended(self, entry: Pending, phases: Mapping[int, str]) -> StepFailed:
+        failure = entry.failure
+        assert failure is not None  # noqa: S101 - the caller has looked
+        silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
+        ended = StepFailed(
+            f"{failure}\n{silent} did not answer the same step within failure_grace_s={self._failure_grace_s:g}, as "
+            "ranks do that wait for the failed one in a collective: the epoch has ended; start a new executor",
+            step=failure.step,
+            rank=failure.rank,
+            exception_type=failure.exception_type,
+            traceback=failure.traceback,
+            failed_ranks=failure.failed_ranks,
+            epoch_ended=True,
+        )
+        if not entry.settled:
+            self._settle(entry, None, ended)
+        return ended
+
+    def _timed_out(
+        self, entry: Pending, limit: Limit, elapsed_s: float, phases: Mapping[int, str], *, ends_group: bool
+    ) -> StepTimeout:
+        silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
+        outcome = "the group ends; the stacks of its ranks are in the log" if ends_group else "the group lives on"
+        return StepTimeout(
+            f"{entry.name}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "
+            f"s: {outcome}",
+            step=entry.step,
+            elapsed_s=elapsed_s,
+            limit_s=limit.seconds,
+            knob=limit.knob,
+            phases=phases,
+        )
+
+
+def _undecodable(entry: Pending, rank: int, problem: ProtocolError) -> StepFailed:
+    return StepFailed(
+        f"{entry.name}: the answer of rank {rank} can't be decoded: {problem}",
+        step=entry.step,
+        rank=rank,
+        exception_type="ProtocolError",
+        traceback="",
+    )
+
+
+def settle(settlements: Sequence[Settlement]) -> None:
+    """Resolve futures. No lock may be held.
+
+    Args:
+        settlements: what `PendingTable.take_settlements` gave.
+    """
+    for future, value, error in settlements:
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)

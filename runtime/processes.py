@@ -1,0 +1,154 @@
+"""The "mp" backend: a group of processes on this host, from its start to its end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+
+from stepcast.bus.endpoints import RunDirectory
+from stepcast.bus.errors import Closed, StepcastError
+
+from .config import ExecutorConfig
+from .group import Request
+from .health import GroupHealth
+from .launch import mp
+from .launch.plan import plan_ranks, rank_environment
+from .launch.process import WorkerProcess
+from .monitor import Monitor
+from .pending import StepFuture
+from .state import GroupState
+_log = logging.getLogger("stepcast.runtime")
+
+
+class MpGroup:
+    """A group of worker processes.
+
+    Args:
+        config: the settings.
+
+    Attributes:
+        on_failure: called with the error that has ended the group.
+    """
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self._config = config
+        self._pid = os.getpid()
+        self._directory = RunDirectory(config.run_dir)
+        try:
+            self._prepare()
+        except BaseException:
+            self._directory.remove()
+            raise
+
+    def _prepare(self) -> None:
+        config = self._config
+        run_id = secrets.token_bytes(16)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # Spawned ranks end with the monitor's thread. A fork's parent is the thread that calls here: only the main
+        # thread is known to live as long as the group. A fork server's ranks are not our children at all.
+        die_with_driver = config.start_method == "spawn" or (config.start_method == "fork" and in_main_thread)
+        boots = plan_ranks(config, self._directory, run_id, 1, die_with_driver=die_with_driver)
+        environments = [rank_environment(config, boot) for boot in boots]
+        forked: list[WorkerProcess] = []
+        if config.start_method != "spawn":
+            # Before this group has a thread or a ZeroMQ context.
+            forked = mp.fork(config.start_method, boots, environments)
+
+        def launch() -> list[WorkerProcess]:
+            return forked or [mp.spawn(boot, env) for boot, env in zip(boots, environments, strict=True)]
+
+        self._monitor = Monitor(config, self._directory, run_id, launch)
+        self._group = self._monitor.group
+        self.on_failure: list[Callable[[StepcastError], None]] = self._monitor.on_failure
+
+    @property
+    def state(self) -> GroupState:
+        """Where the group is in its life."""
+        return self._group.state
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The process ids of the ranks, in order."""
+        return tuple(process.pid for process in self._group.processes)
+
+    def start(self) -> None:
+        """Start the processes, and wait until every rank is ready.
+
+        Raises:
+            StartupError: a rank was not; nothing is left of the group.
+        """
+        atexit.register(self._at_exit)
+        self._monitor.on_end = lambda: atexit.unregister(self._at_exit)
+        self._monitor.start()
+        try:
+            # The monitor keeps the limits; this one only covers for a monitor that is held up.
+            self._monitor.started.wait(self._config.startup_timeout_s + self._ending_limit_s)
+        except BaseException:
+            self.stop(kill=True)
+            raise
+        if not self._group.state.accepts_steps:
+            self._monitor.ended.wait(self._ending_limit_s)
+            raise self._group.failure or Closed("the executor was shut down while it started")
+
+    def submit(self, request: Request) -> StepFuture:
+        """As `Group.submit`."""
+        return self._group.submit(request)
+
+    def try_submit(self, request: Request) -> StepFuture | None:
+        """As `Group.try_submit`."""
+        return self._group.try_submit(request)
+
+    def abort_step(self, step: int) -> bool:
+        """As `Group.abort_step`."""
+        return self._group.abort_step(step)
+
+    def health(self) -> GroupHealth:
+        """As `Group.health`."""
+        return self._group.health()
+
+    def request_stop(self) -> None:
+        """Ask for the end of the group, and return at once."""
+        if os.getpid() == self._pid:
+            self._monitor.stop(kill=False)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the group, and wait until nothing of it is left.
+
+        Args:
+            kill: do not give the workers time to finish.
+
+        Raises:
+            WorkerLost, StepFailed: a rank died, or its teardown raised, while the group stopped.
+        """
+        if os.getpid() != self._pid:  # a fork of the embedder: the group is its parent's
+            return
+        if self._monitor is threading.current_thread():  # in a callback of its own
+            self._monitor.stop(kill=kill)
+            return
+        failed_before = self._group.failure is not None
+        self._monitor.stop(kill=kill)
+        try:
+            self._monitor.ended.wait(self._ending_limit_s)
+        except BaseException:  # a second Ctrl-C: no more patience
+            self._monitor.stop(kill=True)
+            self._monitor.ended.wait(self._ending_limit_s)
+            raise
+        self._monitor.join(self._config.kill_timeout_s)
+        if self._group.failure is not None and not failed_before:
+            raise self._group.failure
+
+    def _at_exit(self) -> None:
+        try:
+            self.stop()
+        except StepcastError as failure:
+            _log.error("while the executor was shut down at exit: %s", failure)  # noqa: TRY400
+
+    @property
+    def _ending_limit_s(self) -> float:
+        config = self._config
+        limits = (config.stop_timeout_s, config.terminate_timeout_s, config.kill_timeout_s, config.dump_timeout_s)
+        return sum(limits) + 2 * config.kill_timeout_s + config.linger_s

@@ -1,0 +1,332 @@
+"""The "uni" backend: one rank, in a thread of this process. The same loop, the same table, no sockets."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait as wait_for_futures
+from pathlib import Path
+
+from stepcast.bus import codec
+from stepcast.bus.errors import Closed, StepcastError
+from stepcast.bus.frames import Flag, Header, Kind, Times
+from stepcast.bus.liveness import Phase
+from stepcast.bus.subscriber import Message
+from stepcast.workers.base import RankInfo, Worker
+from stepcast.workers.board import Board
+from stepcast.workers.loading import load_worker_class
+from stepcast.workers.loop import WorkerLoop, describe_error
+
+from . import failures
+from .config import ExecutorConfig
+from .group import Request
+from .health import GroupHealth, RankHealth
+from .pending import Pending, PendingTable, StepFuture, settle
+from .state import GroupState, can_change
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class UniGroup:
+    """A group of one rank in this process.
+
+    A thread can't be killed: a step past its limit fails its future and ends the group, and its thread goes on until
+    the step returns.
+
+    Args:
+        config: the settings.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        on_failure: called with the error that has ended the group.
+    """
+
+    epoch = 1
+
+    def __init__(self, config: ExecutorConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.clock = clock
+        self._pid = os.getpid()
+        self.state = GroupState.NEW
+        self.failure: StepcastError | None = None
+        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self._changed = threading.Condition()
+        self._pending = PendingTable(1, config.failure_grace_s)
+        self._board = Board()
+        self._stream: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._sequence = 0
+        self._in_flight: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._live, name="stepcast-uni", daemon=True)
+        self._timer = threading.Thread(target=self._watch_limits, name="stepcast-uni-limits", daemon=True)
+
+    # What the executor uses; as in `Group` and `Monitor`.
+
+    def start(self) -> None:
+        """Set the worker up in its thread, and wait until it is ready."""
+        with self._changed:
+            self._change(GroupState.STARTING)
+            self._thread.start()
+            limit_s = self.config.startup_timeout_s
+            ready = self._changed.wait_for(lambda: self.state is not GroupState.STARTING, limit_s)
+            if not ready:
+                self._fail(failures.start_timed_out(limit_s, {0: str(self._board.status.phase)}, {}))
+        if self.failure is not None:
+            raise self.failure
+        self._timer.start()
+        atexit.register(self.stop)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """This process's id."""
+        return (os.getpid(),)
+
+    def submit(self, request: Request) -> StepFuture:
+        """As `Group.submit`."""
+        with self._changed:
+            future = self._try_submit(request)
+            if future is not None:
+                return future
+            limit_s = self.config.backpressure_timeout_s
+            self._changed.wait_for(lambda: not self.state.accepts_steps or self._has_room(request.size), limit_s)
+            future = self._try_submit(request)
+            if future is None:
+                raise failures.back_pressure([0], len(self._in_flight), sum(self._in_flight.values()), self.config)
+            return future
+
+    def try_submit(self, request: Request) -> StepFuture | None:
+        """As `Group.try_submit`."""
+        with self._changed:
+            return self._try_submit(request)
+
+    def abort_step(self, step: int) -> bool:
+        """As `Group.abort_step`."""
+        with self._changed:
+            aborted = self._pending.abort(step)
+            if aborted:
+                self._board.aborted.add(step)
+        self._settle()
+        return aborted
+
+    def health(self) -> GroupHealth:
+        """As `Group.health`."""
+        with self._changed:
+            status = self._board.status
+            age_s = (time.monotonic_ns() - status.since_ns) / 1e9
+            return GroupHealth(
+                state=self.state.value,
+                ok=self.state.accepts_steps,
+                failure=None if self.failure is None else str(self.failure),
+                epoch=self.epoch,
+                published=self._sequence,
+                in_flight=len(self._in_flight),
+                in_flight_bytes=sum(self._in_flight.values()),
+                dropped={"late": self._pending.late},
+                ranks=(
+                    RankHealth(
+                        rank=0,
+                        pid=os.getpid(),
+                        phase=str(status.phase),
+                        phase_age_s=age_s,
+                        step=status.step,
+                        last_heard_s=0.0,
+                        queue_depth=len(self._in_flight),
+                    ),
+                ),
+            )
+
+    def request_stop(self) -> None:
+        """Ask for the end of the group, and return at once."""
+        # A finalizer may run in any thread, one that holds the lock included.
+        threading.Thread(target=self.stop, name="stepcast-uni-stop", daemon=True).start()
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Let the worker finish and tear down, within `stop_timeout_s`.
+
+        Args:
+            kill: do not wait.
+        """
+        atexit.unregister(self.stop)
+        if os.getpid() != self._pid:  # a fork of the embedder: the thread is its parent's
+            return
+        with self._changed:
+            if self.state.accepts_steps:
+                self._change(GroupState.STOPPING)
+                self._put(Kind.STOP, 0, (), 0)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(0 if kill else self.config.stop_timeout_s)
+            if self._thread.is_alive():
+                _log.error("the worker's thread is still in %s; it ends with this process", self._board.status.phase)
+        with self._changed:
+            self._pending.fail_all(Closed("the executor was shut down before the step was answered"))
+            if can_change(self.state, GroupState.STOPPED):
+                self._change(GroupState.STOPPED)
+        self._settle()
+        if self._timer.ident is not None and self._timer is not threading.current_thread():
+            self._timer.join(self.config.kill_timeout_s)
+
+    # The worker's thread.
+
+    def next(self) -> Message:
+        """The loop's step stream."""
+        return self._stream.get()
+
+    def send(  # noqa: PLR0913 - as ReplySender.send
+        self,
+        kind: int,
+        sequence: int = 0,
+        step: int = 0,  # noqa: ARG002
+        frames: Sequence[bytes | memoryview] = (),
+        flags: int = 0,  # noqa: ARG002
+        times: Times | None = None,  # noqa: ARG002
+    ) -> None:
+        """The loop's answers."""
+        with self._changed:
+            self._in_flight.pop(sequence, None)
+            if kind == Kind.FAILURE:
+                self._pending.failed(0, sequence, codec.decode(frames), self.clock())
+            else:
+                self._pending.result(0, sequence, frames)
+            if self.state.accepts_steps:
+                wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
+                if self.state is not wanted:
+                    self._change(wanted)
+            self._changed.notify_all()
+        self._settle()
+
+    def _live(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="stepcast-uni-", dir=self.config.run_dir) as directory:
+            try:
+                worker = self._set_up(Path(directory))
+                loop = WorkerLoop(worker, self, self, self._board, rank=0, output_rank=0)
+                with self._changed:
+                    if self.state is GroupState.STARTING:
+                        self._board.enter(Phase.IDLE)
+                        self._change(GroupState.READY)
+                loop.run()
+                self._board.enter(Phase.STOPPING)
+                worker.teardown()
+            except BaseException as error:  # noqa: BLE001 - a thread that ends unseen would hide it
+                self._worker_raised(error)
+        self._board.enter(Phase.GONE)
+
+    def _set_up(self, directory: Path) -> Worker:
+        config = self.config
+        self._board.enter(Phase.IMPORTING)
+        chosen = config.worker
+        worker = (load_worker_class(chosen) if isinstance(chosen, str) else chosen)()
+        self._board.enter(Phase.LOADING)
+        worker.setup(
+            RankInfo(
+                rank=0,
+                local_rank=0,
+                world_size=1,
+                epoch=self.epoch,
+                output_rank=0,
+                device=config.device,
+                rendezvous=f"file://{directory}/rendezvous",
+                process_group_timeout_s=config.process_group_timeout_s,
+                options=config.worker_options,
+                is_aborted=self._board.is_aborted,
+            )
+        )
+        return worker
+
+    def _worker_raised(self, error: BaseException) -> None:
+        phase = str(self._board.status.phase)
+        description = describe_error(error)
+        with self._changed:
+            failure: StepcastError
+            if self.state is GroupState.STARTING:
+                failure = failures.start_raised(0, phase, description, "")
+            else:
+                failure = failures.rank_broken(0, description)
+            failure.__cause__ = error
+            self._fail(failure)
+        self._settle()
+
+    # Both.
+
+    def _try_submit(self, request: Request) -> StepFuture | None:
+        if request.limit is not None and request.limit.seconds <= 0:
+            raise failures.expired(request.name, request.limit)
+        failures.check_open(self.state, self.failure)
+        failures.check_size(request.size, self.config)
+        if not self._has_room(request.size):
+            return None
+        carried = self._pending.take_carried_failure()
+        if carried is not None:
+            raise carried
+        step = sequence = self._sequence + 1
+        future = StepFuture(step, self._wait, self.abort_step)
+        self._pending.add(
+            Pending(
+                sequence=sequence,
+                step=step,
+                name=f"{request.name} {step}",
+                future=future,
+                gather=request.gather,
+                answer_rank=request.answer_rank,
+                needs_all=True,
+                published_at=self.clock(),
+                limit=request.limit,
+                hard_limit=request.hard_limit,
+            )
+        )
+        self._put(request.kind, step, request.frames, request.size)
+        self._changed.notify_all()
+        return future
+
+    def _put(self, kind: Kind, step: int, frames: Sequence[bytes | memoryview], size: int) -> None:
+        self._sequence += 1
+        self._in_flight[self._sequence] = size
+        self._stream.put(Message(Header(kind, Flag.GATHER, self.epoch, self._sequence, step, -1), list(frames)))
+
+    def _has_room(self, size: int) -> bool:
+        config = self.config
+        used = sum(self._in_flight.values())
+        return len(self._in_flight) < config.max_in_flight and used + size <= config.max_in_flight_bytes
+
+    def _wait(self, future: StepFuture, timeout_s: float | None) -> None:
+        wait_for_futures((future,), timeout_s)
+
+    def _watch_limits(self) -> None:
+        """A thread: judges what is late."""
+        while True:
+            with self._changed:
+                if self.state in (GroupState.FAILED, GroupState.STOPPED):
+                    return
+                now = self.clock()
+                error = self._pending.expire(now, {0: str(self._board.status.phase)})
+                if error is not None:
+                    self._fail(error)
+                settlements = self._pending.take_settlements()
+                deadline = self._pending.next_deadline()
+                if not settlements:
+                    self._changed.wait(None if deadline is None else max(0.0, deadline - now))
+            settle(settlements)
+
+    def _change(self, state: GroupState) -> None:
+        assert can_change(self.state, state), (self.state, state)  # noqa: S101 - a bug here, never an input
+        self.state = state
+        self._changed.notify_all()
+
+    def _fail(self, error: StepcastError) -> None:
+        if self.state in (GroupState.FAILED, GroupState.STOPPED):
+            return
+        self.failure = error
+        self._change(GroupState.FAILED)
+        self._pending.fail_all(error)
+        callbacks, self.on_failure = self.on_failure, []
+        for callback in callbacks:
+            threading.Thread(target=callback, args=(error,), name="stepcast-on-failure", daemon=True).start()
+
+    def _settle(self) -> None:
+        with self._changed:
+            settlements = self._pending.take_settlements()
+        settle(settlements)

@@ -1,0 +1,70 @@
+"""What the loop thread is doing, for the responder thread to tell."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from stepcast.bus.liveness import Phase
+
+
+class Status(NamedTuple):
+    """One moment of the loop thread.
+
+    Attributes:
+        phase: what it does.
+        since_ns: CLOCK_MONOTONIC when that began.
+        sequence: the last message it took from the step stream.
+        step: that message's step id.
+    """
+
+    phase: Phase
+    since_ns: int
+    sequence: int
+    step: int
+
+
+class Board:
+    """Written by the loop thread alone, read by the responder: each update replaces one tuple, so no lock is needed.
+
+    Attributes:
+        status: the current moment.
+        aborted: ids of steps that the embedder has aborted, added by the responder.
+    """
+
+    def __init__(self) -> None:
+        self.status = Status(Phase.STARTING, time.monotonic_ns(), 0, 0)
+        self.aborted: set[int] = set()
+
+    def enter(self, phase: Phase) -> None:
+        """Enter a phase, on the same message as before."""
+        self.status = Status(phase, time.monotonic_ns(), self.status.sequence, self.status.step)
+
+    def take(self, phase: Phase, sequence: int, step: int) -> int:
+        """Enter a phase with a new message.
+
+        Args:
+            phase: the phase.
+            sequence: the message's sequence number.
+            step: its step id.
+
+        Returns:
+            CLOCK_MONOTONIC in nanoseconds.
+        """
+        now_ns = time.monotonic_ns()
+        self.status = Status(phase, now_ns, sequence, step)
+        return now_ns
+
+    def is_aborted(self, step: int) -> bool:
+        """Tell whether the embedder has aborted a step."""
+        return step in self.aborted
+
+    def forget_aborts(self, step: int) -> None:
+        """Forget the aborts of steps that this rank is done with.
+
+        Args:
+            step: the id of the step just answered.
+        """
+        for aborted in tuple(self.aborted):
+            if aborted <= step:
+                self.aborted.discard(aborted)

@@ -1,0 +1,164 @@
+"""The life of a worker's process, from its first line to its exit."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import msgpack
+import zmq
+
+from stepcast.bus import codec
+from stepcast.bus.frames import Flag, Kind, Times
+from stepcast.bus.liveness import Phase
+from stepcast.bus.replies import ReplySender
+from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
+
+from .base import RankInfo, Worker
+from .board import Board
+from .boot_config import BootConfig
+from .death_watch import DriverWatch, die_with_parent_thread
+from .loading import load_worker_class
+from .log import configure_logging
+from .loop import WorkerLoop, describe_error
+from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
+
+#: Exit code after an exception that was reported to the driver.
+EXIT_FAILED = 80
+#: The conventional exit code of a process that SIGTERM ended.
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+_log = logging.getLogger("stepcast.worker")
+
+
+def main() -> NoReturn:
+    """Boot a spawned worker: its configuration comes over stdin."""
+    data = sys.stdin.buffer.read()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.exit(run_worker(BootConfig.from_bytes(data)))
+
+
+def run_worker(boot: BootConfig) -> int:
+    """Be one rank, until the driver says STOP or something fails.
+
+    Args:
+        boot: what the launcher has handed over.
+
+    Returns:
+        The exit code.
+    """
+    if boot.die_with_driver:
+        die_with_parent_thread()
+    watch = DriverWatch(boot.driver_pid, boot.driver_start_time)
+    if watch.is_dead():  # it died before the watch was armed
+        return EXIT_DRIVER_GONE
+    # Ctrl-C goes to every process of the terminal's group; the driver alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminate)
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    board = Board()
+    configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
+    return _Rank(boot, board, watch).run()
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_TERMINATED)
+
+
+class _Rank:
+    """The sockets and threads of one rank."""
+
+    def __init__(self, boot: BootConfig, board: Board, watch: DriverWatch) -> None:
+        self._boot = boot
+        self._board = board
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._steps = StepSubscriber(
+            self._context,
+            boot.publish_endpoint,
+            run_id=boot.run_id,
+            epoch=boot.epoch,
+            max_message_bytes=boot.max_message_bytes,
+        )
+        self._replies = self._reply_sender()
+        control = ControlSubscriber(self._context, boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch)
+        self._responder = Responder(control, self._reply_sender(), board, watch)
+
+    def run(self) -> int:
+        self._responder.start()
+        try:
+            return self._live()
+        finally:
+            self._steps.close()
+            self._replies.close()
+            self._responder.stop(self._boot.linger_s)
+            self._context.term()  # waits for the last replies to leave, no longer than their linger
+
+    def _live(self) -> int:
+        boot = self._boot
+        if not self._steps.wait_for_probe(boot.startup_timeout_s):
+            _log.error("no handshake from the driver within startup_timeout_s=%g", boot.startup_timeout_s)
+            return EXIT_FAILED
+        self._replies.send(Kind.HELLO, flags=Flag.STEP_SOCKET)
+        try:
+            worker = self._set_up()
+            loop = WorkerLoop(
+                worker, self._steps, self._replies, self._board, rank=boot.rank, output_rank=boot.output_rank
+            )
+            self._tell(Phase.IDLE)
+            loop.run()
+            self._tell(Phase.STOPPING)
+            worker.teardown()
+        except Exception as error:
+            _log.exception("%s failed", self._board.status.phase)
+            status = self._board.status
+            frames = codec.encode(describe_error(error))
+            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=Times(0, 0, 0))
+            return EXIT_FAILED
+        self._replies.send(Kind.BYE)
+        return 0
+
+    def _set_up(self) -> Worker:
+        boot = self._boot
+        self._tell(Phase.IMPORTING)
+        worker = load_worker_class(boot.worker)()
+        self._tell(Phase.LOADING)
+        worker.setup(
+            RankInfo(
+                rank=boot.rank,
+                local_rank=boot.local_rank,
+                world_size=boot.world_size,
+                epoch=boot.epoch,
+                output_rank=boot.output_rank,
+                device=boot.device,
+                rendezvous=boot.rendezvous,
+                process_group_timeout_s=boot.process_group_timeout_s,
+                options=boot.options,
+                is_aborted=self._board.is_aborted,
+            )
+        )
+        return worker
+
+    def _tell(self, phase: Phase) -> None:
+        self._board.enter(phase)
+        payload: bytes = msgpack.packb([phase, 0.0])
+        self._replies.send(Kind.READY, frames=(payload,))
+
+    def _reply_sender(self) -> ReplySender:
+        boot = self._boot
+        return ReplySender(
+            self._context,
+            boot.reply_endpoint,
+            run_id=boot.run_id,
+            epoch=boot.epoch,
+            rank=boot.rank,
+            timeout_s=boot.reply_timeout_s,
+            linger_s=boot.linger_s,
+        )

@@ -1,0 +1,75 @@
+"""What a launcher hands to a worker process, by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootConfig:
+    """Everything that a rank's process is told before it can hear the bus.
+
+    Attributes:
+        rank, local_rank, world_size, epoch, output_rank, device, rendezvous, process_group_timeout_s, options: as in
+            `RankInfo`.
+        worker: the worker's class as ``module:Class`` or ``path/to/script.py:Class``.
+        run_id: 16 bytes.
+        publish_endpoint: the driver's PUB socket.
+        reply_endpoint: the driver's PULL socket.
+        max_message_bytes: the largest frame that is accepted.
+        driver_pid: the driver's process id.
+        driver_start_time: the driver's start time in clock ticks after boot, which tells it from a later process with
+            the same id.
+        die_with_driver: whether the kernel may be asked to kill this process when the thread that started it ends.
+        startup_timeout_s: the longest to wait for the driver's handshake.
+        reply_timeout_s: the longest that a reply may wait for the driver to read it.
+        linger_s: the longest that the last replies may take to leave at exit.
+        log_level: the level of the worker's own logging, as a name.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    epoch: int
+    output_rank: int
+    device: str
+    rendezvous: str
+    process_group_timeout_s: float
+    worker: str
+    run_id: bytes
+    publish_endpoint: str
+    reply_endpoint: str
+    max_message_bytes: int
+    driver_pid: int
+    driver_start_time: int
+    die_with_driver: bool
+    startup_timeout_s: float
+    reply_timeout_s: float
+    linger_s: float
+    log_level: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Encode it for a pipe or a file.
+
+        Returns:
+            MessagePack bytes.
+        """
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BootConfig:
+        """Decode what `to_bytes` made.
+
+        Args:
+            data: MessagePack bytes.
+
+        Returns:
+            The configuration.
+        """
+        return cls(**msgpack.unpackb(data))

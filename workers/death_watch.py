@@ -1,0 +1,68 @@
+"""How a worker learns that its driver has died."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_START_TIME_FIELD = 22  # proc(5), /proc/[pid]/stat, counted from 1
+
+
+def process_start_time(pid: int) -> int | None:
+    """Read when a process started.
+
+    Args:
+        pid: its process id.
+
+    Returns:
+        Clock ticks after boot; None where there is no such process.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The command's name is in brackets, and may hold spaces and brackets itself.
+    after_name = stat.rpartition(")")[2].split()
+    return int(after_name[_START_TIME_FIELD - 3])
+
+
+def die_with_parent_thread() -> None:
+    """Have the kernel kill this process when the thread that started it ends. Works while other code holds the GIL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, os.strerror(errno))
+
+
+class DriverWatch:
+    """Watches the driver through a pidfd, which no other process can keep alive.
+
+    Args:
+        pid: the driver's process id.
+        start_time: its start time, as `process_start_time` gives it.
+
+    Attributes:
+        fd: a descriptor that becomes readable when the driver has died; None where the kernel has no pidfd, or the
+            driver is dead already: then `is_dead` must be asked.
+    """
+
+    def __init__(self, pid: int, start_time: int) -> None:
+        self._pid = pid
+        self._start_time = start_time
+        self.fd: int | None = None
+        with contextlib.suppress(OSError):
+            self.fd = os.pidfd_open(pid)
+
+    def is_dead(self) -> bool:
+        """Tell whether the driver has died, by its id and start time."""
+        return process_start_time(self._pid) != self._start_time
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None

@@ -1,0 +1,163 @@
+"""The loop of a rank: receive, handle, reply."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from stepcast.bus import codec
+from stepcast.bus.errors import ProtocolError
+from stepcast.bus.frames import Flag, Kind, Times
+from stepcast.bus.liveness import Phase
+from stepcast.bus.subscriber import Gap, Message
+
+from .base import Worker
+from .board import Board
+
+#: A traceback longer than this is cut in the middle: it has to fit in any message limit.
+_MAX_TRACEBACK_CHARS = 32_000
+
+_log = logging.getLogger("stepcast.worker")
+
+
+class StepSource(Protocol):
+    """Where the step stream comes from: a `StepSubscriber`, or a queue in the same process."""
+
+    def next(self) -> Message | Gap | None:
+        """Block until something comes."""
+        ...
+
+
+class ReplySink(Protocol):
+    """Where the answers go: a `ReplySender`, or a table in the same process."""
+
+    def send(  # noqa: PLR0913 - one argument for each field of the wire
+        self,
+        kind: int,
+        sequence: int = 0,
+        step: int = 0,
+        frames: Sequence[bytes | memoryview] = (),
+        flags: int = 0,
+        times: Times | None = None,
+    ) -> None:
+        """Send a message to the driver."""
+        ...
+
+
+class WorkerLoop:
+    """Runs one rank's worker on the step stream.
+
+    Args:
+        worker: the worker, set up.
+        steps: the step stream.
+        replies: where the answers go.
+        board: where the loop tells what it is doing.
+        rank: this rank.
+        output_rank: the rank whose result is always sent.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a rank, put together once
+        self,
+        worker: Worker,
+        steps: StepSource,
+        replies: ReplySink,
+        board: Board,
+        *,
+        rank: int,
+        output_rank: int,
+    ) -> None:
+        self._worker = worker
+        self._steps = steps
+        self._replies = replies
+        self._board = board
+        self._rank = rank
+        self._always_answers = rank == output_rank
+        self._asked_for = 0
+        self._compute: dict[int, tuple[Phase, Callable[[Message], Any]]] = {
+            Kind.BEGIN: (Phase.IDLE, self._begin),
+            Kind.STEP: (Phase.STEP, self._step),
+            Kind.CALL: (Phase.CALL, self._call),
+            Kind.KEEPALIVE: (Phase.IDLE, self._keepalive),
+        }
+
+    def run(self) -> None:
+        """Take the stream's messages, one after another, until STOP. Parks in the bus while there is none."""
+        while True:
+            message = self._receive()
+            if message is None:
+                continue
+            if message.header.kind == Kind.STOP:
+                return
+            self._handle(message)
+
+    def _receive(self) -> Message | None:
+        item = self._steps.next()
+        if isinstance(item, Gap):
+            if item.expected != self._asked_for:  # once: the heartbeat asks again where the replay is lost too
+                self._asked_for = item.expected
+                _log.warning("messages %d to %d are missing; asking for them again", item.expected, item.got - 1)
+                self._replies.send(Kind.GAP, item.expected)
+            return None
+        return item
+
+    def _handle(self, message: Message) -> None:
+        header = message.header
+        phase, compute = self._compute[header.kind]
+        received_ns = self._board.take(phase, header.sequence, header.step)
+        try:
+            answer = compute(message)
+            wanted = self._always_answers or header.flags & Flag.GATHER
+            frames = codec.encode(answer) if wanted else ()
+            kind = Kind.RESULT
+        except Exception as error:  # noqa: BLE001 - whatever the worker's author raises belongs to the driver
+            frames = codec.encode(describe_error(error))
+            kind = Kind.FAILURE
+            _log.warning("step %d failed: %s: %s", header.step, type(error).__name__, error)
+        times = Times(received_ns, time.monotonic_ns() - received_ns, 0)
+        # Idle before the reply: who has the reply may ask at once what the rank is doing.
+        self._board.enter(Phase.IDLE)
+        self._replies.send(kind, header.sequence, header.step, frames, times=times)
+        if self._board.aborted:
+            self._board.forget_aborts(header.step)
+
+    def _begin(self, message: Message) -> None:
+        _log.debug("epoch %d begins", message.header.epoch)
+
+    def _step(self, message: Message) -> Any:
+        return self._worker.execute(codec.decode(message.frames))
+
+    def _call(self, message: Message) -> Any:
+        method, args, kwargs, ranks = codec.decode(message.frames)
+        if ranks is not None and self._rank not in ranks:
+            return None
+        function = getattr(self._worker, method, None)
+        if method.startswith("_") or not callable(function):
+            raise AttributeError(f"{type(self._worker).__name__} has no public method {method!r} to call")
+        return function(*args, **kwargs)
+
+    def _keepalive(self, message: Message) -> None:
+        """Nothing to do: a rank that is parked in the bus has no collective that could time out."""
+
+
+def describe_error(error: BaseException) -> list[str]:
+    """Turn an exception into what FAILURE carries.
+
+    Args:
+        error: what was raised.
+
+    Returns:
+        Its qualified type, its text and its traceback, all as plain text: no exception is ever pickled.
+    """
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = "".join(traceback.format_exception(error))
+    if len(text) > _MAX_TRACEBACK_CHARS:
+        half = _MAX_TRACEBACK_CHARS // 2
+        text = f"{text[:half]}\n[... cut ...]\n{text[-half:]}"
+    if isinstance(error, ProtocolError):
+        return [name, f"the answer can't be sent: {error}", text]
+    return [name, str(error)[:_MAX_TRACEBACK_CHARS], text]
+

@@ -1,0 +1,116 @@
+"""The responder thread: answers for the rank while its loop computes, and ends the process when the driver dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import msgpack
+import zmq
+
+from stepcast.bus.frames import Kind
+from stepcast.bus.liveness import Phase, TailGap
+from stepcast.bus.replies import ReplySender
+from stepcast.bus.subscriber import ControlSubscriber
+
+from .board import Board
+from .death_watch import DriverWatch
+
+#: Exit codes of a worker that ends by itself.
+EXIT_DRIVER_GONE = 81
+EXIT_STOPPED_NOW = 82
+EXIT_RESPONDER_FAILED = 83
+
+#: How often the driver's pid is looked up where the kernel has no pidfd.
+_WATCH_INTERVAL_S = 0.5
+#: The signal that dumps every thread's stack to stderr, by faulthandler, without the GIL.
+DUMP_SIGNAL = signal.SIGUSR1
+
+_log = logging.getLogger("stepcast.worker")
+
+
+class Responder(threading.Thread):
+    """Owns the rank's control socket and a reply socket of its own.
+
+    Args:
+        control: the control socket; this thread closes it.
+        replies: a reply socket; this thread closes it.
+        board: what the loop thread is doing.
+        watch: the driver's death watch; this thread closes it.
+    """
+
+    def __init__(self, control: ControlSubscriber, replies: ReplySender, board: Board, watch: DriverWatch) -> None:
+        super().__init__(name="stepcast-responder", daemon=True)
+        self._control = control
+        self._replies = replies
+        self._board = board
+        self._watch = watch
+        self._tail = TailGap()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def run(self) -> None:
+        """Answer until `stop` is called, the driver dies, or it says STOP-NOW."""
+        poller = zmq.Poller()
+        poller.register(self._control.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        if self._watch.fd is not None:
+            poller.register(self._watch.fd, zmq.POLLIN)
+        timeout_ms = None if self._watch.fd is not None else int(_WATCH_INTERVAL_S * 1000)
+        try:
+            if self._watch.is_dead():  # it died, and its id may belong to another process by now
+                os._exit(EXIT_DRIVER_GONE)
+            while True:
+                ready = dict(poller.poll(timeout_ms))
+                if self._wake in ready:
+                    break
+                if self._control.socket in ready:
+                    self._handle()
+                elif self._watch.is_dead():
+                    # The loop thread may be in a collective or in user code that never returns: nothing is left to
+                    # finish for, so the process ends here and now.
+                    os._exit(EXIT_DRIVER_GONE)
+        except BaseException:
+            _log.exception("the responder thread failed; this rank ends")
+            os._exit(EXIT_RESPONDER_FAILED)
+        finally:
+            self._control.close()
+            self._replies.close()
+            self._watch.close()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread; called by the loop thread at exit.
+
+        Args:
+            timeout_s: the longest to wait for it.
+        """
+        os.eventfd_write(self._wake, 1)
+        self.join(timeout_s)
+        os.close(self._wake)
+
+    def _handle(self) -> None:
+        message = self._control.receive()
+        if message is None:
+            return
+        header = message.header
+        if header.kind == Kind.HEARTBEAT:
+            self._answer_heartbeat(header.sequence)
+        elif header.kind == Kind.PROBE:
+            self._control.probed()
+            self._replies.send(Kind.HELLO)
+        elif header.kind == Kind.ABORT:
+            self._board.aborted.add(header.step)
+        elif header.kind == Kind.DUMP:
+            os.kill(os.getpid(), DUMP_SIGNAL)
+        elif header.kind == Kind.STOP_NOW:
+            os._exit(EXIT_STOPPED_NOW)
+
+    def _answer_heartbeat(self, highest: int) -> None:
+        status = self._board.status
+        age_s = (time.monotonic_ns() - status.since_ns) / 1e9
+        payload: bytes = msgpack.packb([status.phase, age_s])
+        self._replies.send(Kind.ALIVE, status.sequence, status.step, (payload,))
+        if self._tail.heartbeat(highest, status.sequence, idle=status.phase is Phase.IDLE):
+            self._replies.send(Kind.GAP, status.sequence + 1)
