@@ -1,7 +1,8 @@
 """The header that opens every message.
 
-A message is ZeroMQ multipart: ``header | payload | buffer...``. The header is a fixed little-endian struct, so that a
-message can be judged before anything in it is decoded:
+A message is ZeroMQ multipart: ``head | buffer...``, and the head is ``header | payload`` in one frame, since each frame
+costs several microseconds on its way. The header is a fixed little-endian struct, so that a message can be judged before
+anything in it is decoded:
 
     ====== ====== ==============================================================
     offset bytes  field
@@ -18,7 +19,7 @@ message can be judged before anything in it is decoded:
     44     4      rank; -1 for the driver
     ====== ====== ==============================================================
 
-The header of RESULT and FAILURE is followed, in the same frame, by the rank's times (`Times`).
+In RESULT and FAILURE the rank's times (`Times`) stand between the header and the payload.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Flag(IntFlag):
     GATHER = 1
     #: The message was published before, and is published again to close a gap.
     REPLAY = 2
+    #: Buffers follow the head, in frames of their own.
+    BUFFERS = 8
     #: In HELLO: the PROBE came on the step socket (else on the control socket).
     STEP_SOCKET = 4
 
@@ -84,7 +87,6 @@ class Header(NamedTuple):
     Attributes:
         kind: what the message is.
         flags: its modifiers, as the plain integer of `Flag`.
-        epoch: the life of the group it belongs to.
         sequence: its sequence number; in HEARTBEAT the highest published, in replies that of the message answered.
         step: the step's id.
         rank: the sender's rank; -1 for the driver.
@@ -92,7 +94,6 @@ class Header(NamedTuple):
 
     kind: int
     flags: int
-    epoch: int
     sequence: int
     step: int
     rank: int
@@ -113,8 +114,11 @@ class Times(NamedTuple):
 
 
 _HEADER = struct.Struct("<c3sBBH16sIQQi")
+_VARIABLE = struct.Struct("<BH20xQQi")  # the fields that differ within a run, from the kind on
 _TIMES = struct.Struct("<QQQ")
+_TIMED_HEADER = struct.Struct(_HEADER.format + "QQQ")
 HEADER_BYTES = _HEADER.size
+TIMES_BYTES = _TIMES.size
 
 _CLASS_OF: dict[int, bytes] = {
     **dict.fromkeys((Kind.BEGIN, Kind.STEP, Kind.CALL, Kind.KEEPALIVE, Kind.STOP), STEP_CLASS),
@@ -126,75 +130,101 @@ _CLASS_OF: dict[int, bytes] = {
 }
 
 
-class BadFrame(ValueError):
-    """A frame is not a header of this run; the message says why. It must be dropped undecoded."""
+class BadFrame(ValueError):  # noqa: N818 - what it is, not what went wrong
+    """A frame is not the head of a message of this run and epoch; it must be dropped undecoded.
+
+    Attributes:
+        reason: "foreign" for what is not of this run, "epoch" for what is of another life of the group.
+    """
+
+    def __init__(self, message: str, reason: str = "foreign") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def pack_header(  # noqa: PLR0913 - one argument for each field of the wire
-    kind: int, run_id: bytes, epoch: int, sequence: int = 0, step: int = 0, rank: int = DRIVER_RANK, flags: int = 0
-) -> bytes:
-    """Pack a header.
+class Wire:
+    """Packs and judges the headers of one run and epoch.
 
     Args:
-        kind: a `Kind`; the message class follows from it.
         run_id: 16 bytes.
-        epoch, sequence, step, rank, flags: as in `Header`.
-
-    Returns:
-        `HEADER_BYTES` bytes.
+        epoch: the life of the group.
     """
-    return _HEADER.pack(_CLASS_OF[kind], MAGIC, VERSION, kind, flags, run_id, epoch, sequence, step, rank)
+
+    def __init__(self, run_id: bytes, epoch: int) -> None:
+        self._run_id = run_id
+        self._epoch = epoch
+        self._opening = MAGIC + bytes([VERSION])
+        self._identity = run_id + epoch.to_bytes(4, "little")
+
+    def pack(self, kind: int, sequence: int = 0, step: int = 0, rank: int = DRIVER_RANK, flags: int = 0) -> bytes:
+        """Pack a header.
+
+        Args:
+            kind: a `Kind`; the message class follows from it.
+            sequence, step, rank, flags: as in `Header`.
+
+        Returns:
+            `HEADER_BYTES` bytes.
+        """
+        return _HEADER.pack(
+            _CLASS_OF[kind], MAGIC, VERSION, kind, flags, self._run_id, self._epoch, sequence, step, rank
+        )
+
+    def pack_timed(  # noqa: PLR0913 - one argument for each field of the wire
+        self, kind: int, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int]
+    ) -> bytes:
+        """Pack the header of a RESULT or FAILURE, and the times behind it.
+
+        Args:
+            kind, sequence, step, rank, flags: as in `Header`.
+            times: as in `Times`.
+
+        Returns:
+            `HEADER_BYTES` + `TIMES_BYTES` bytes.
+        """
+        return _TIMED_HEADER.pack(
+            REPLY_CLASS, MAGIC, VERSION, kind, flags, self._run_id, self._epoch, sequence, step, rank, *times
+        )
+
+    def parse(self, head: bytes) -> Header:
+        """Judge a message's first frame.
+
+        Args:
+            head: the frame.
+
+        Returns:
+            Its header.
+
+        Raises:
+            BadFrame: wrong length, magic, version, class, kind, run id or epoch.
+        """
+        if len(head) < HEADER_BYTES or head[1:5] != self._opening or head[8:28] != self._identity:
+            raise self._what_is_wrong(head)
+        header = Header._make(_VARIABLE.unpack_from(head, 5))
+        if _CLASS_OF.get(header[0]) != head[:1]:
+            raise BadFrame(f"kind {header.kind} does not exist in class {head[:1]!r}")
+        return header
+
+    def _what_is_wrong(self, head: bytes) -> BadFrame:
+        if len(head) < HEADER_BYTES:
+            return BadFrame(f"a header has {HEADER_BYTES} bytes, this frame has {len(head)}")
+        _, magic, version, _, _, run_id, epoch, *_ = _HEADER.unpack_from(head)
+        if magic != MAGIC:
+            return BadFrame("wrong magic: not a stepcast message")
+        if version != VERSION:
+            return BadFrame(f"protocol version {version}, expected {VERSION}: run the same stepcast everywhere")
+        if run_id != self._run_id:
+            return BadFrame("a message of another run")
+        return BadFrame(f"epoch {epoch}, expected {self._epoch}", "epoch")
 
 
-def pack_times(received_ns: int, compute_ns: int, waited_ns: int) -> bytes:
-    """Pack what follows the header of a RESULT or FAILURE.
+def parse_times(data: bytes) -> Times:
+    """Read a rank's times.
 
     Args:
-        received_ns, compute_ns, waited_ns: as in `Times`.
-
-    Returns:
-        24 bytes, to be appended to the header.
-    """
-    return _TIMES.pack(received_ns, compute_ns, waited_ns)
-
-
-def parse_header(frame: bytes, run_id: bytes) -> Header:
-    """Judge and parse a message's first frame.
-
-    Args:
-        frame: the first frame of a message.
-        run_id: the 16 bytes that every message of this run carries.
-
-    Returns:
-        The header.
-
-    Raises:
-        BadFrame: wrong length, magic, version, class, kind or run id.
-    """
-    if len(frame) < HEADER_BYTES:
-        raise BadFrame(f"a header has {HEADER_BYTES} bytes, this frame has {len(frame)}")
-    message_class, magic, version, kind, flags, run, epoch, sequence, step, rank = _HEADER.unpack_from(frame)
-    if magic != MAGIC:
-        raise BadFrame("wrong magic: not a stepcast message")
-    if version != VERSION:
-        raise BadFrame(f"protocol version {version}, expected {VERSION}: run the same stepcast on every host")
-    if run != run_id:
-        raise BadFrame("a message of another run")
-    if _CLASS_OF.get(kind) != message_class:
-        raise BadFrame(f"kind {kind} does not exist in class {message_class!r}")
-    timed = kind in (Kind.RESULT, Kind.FAILURE)
-    if len(frame) != HEADER_BYTES + (_TIMES.size if timed else 0):
-        raise BadFrame(f"a header of kind {kind} has another length than {len(frame)}")
-    return Header(kind, flags, epoch, sequence, step, rank)
-
-
-def parse_times(frame: bytes) -> Times:
-    """Read the times from the first frame of a RESULT or FAILURE.
-
-    Args:
-        frame: a frame that `parse_header` has accepted.
+        data: the `TIMES_BYTES` bytes behind the header of a RESULT or FAILURE.
 
     Returns:
         The times.
     """
-    return Times(*_TIMES.unpack_from(frame, HEADER_BYTES))
+    return Times._make(_TIMES.unpack(data))

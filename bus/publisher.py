@@ -6,16 +6,18 @@ Not thread-safe: the caller serialises.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import zmq
 
 from .errors import ProtocolError
-from .frames import Flag, Kind, pack_header
+from .frames import DRIVER_RANK, Flag, Kind, Wire
 
 #: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
 _HIGH_WATER_SLACK = 64
+
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
 class _Stored(NamedTuple):
@@ -54,8 +56,7 @@ class Publisher:
         max_in_flight: int,
         max_in_flight_bytes: int,
     ) -> None:
-        self._run_id = run_id
-        self._epoch = epoch
+        self._wire = Wire(run_id, epoch)
         self._max_in_flight = max_in_flight
         self._max_in_flight_bytes = max_in_flight_bytes
         self._store: deque[_Stored] = deque()
@@ -128,7 +129,9 @@ class Publisher:
             The message's sequence number; None where a pipe was full: nothing was sent, try again.
         """
         sequence = self.sequence + 1
-        header = pack_header(kind, self._run_id, self._epoch, sequence, step, flags=flags)
+        if len(frames) > 1:
+            flags |= Flag.BUFFERS
+        header = self._wire.pack(kind, sequence, step, DRIVER_RANK, flags)
         if not self._send(header, frames):
             return None
         self.sequence = sequence
@@ -146,7 +149,7 @@ class Publisher:
         Returns:
             False where a pipe was full: nothing was sent. The next heartbeat tries again.
         """
-        return self._send(pack_header(kind, self._run_id, self._epoch, self.sequence, step), ())
+        return self._send(self._wire.pack(kind, self.sequence, step), ())
 
     def acknowledge(self, rank: int, sequence: int) -> None:
         """Note that a rank has answered a message, and forget the messages that every rank has answered.
@@ -190,7 +193,7 @@ class Publisher:
             if stored.sequence < first:
                 continue
             flags = stored.flags | Flag.REPLAY
-            header = pack_header(stored.kind, self._run_id, self._epoch, stored.sequence, stored.step, flags=flags)
+            header = self._wire.pack(stored.kind, stored.sequence, stored.step, DRIVER_RANK, flags)
             if not self._send(header, stored.frames):
                 break
             count += 1
@@ -216,18 +219,16 @@ class Publisher:
         self._store.clear()
         self._socket.close()
 
-    def _send(self, header: bytes, frames: Iterable[bytes | memoryview]) -> bool:
+    def _send(self, header: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         # With NODROP only the first part can be refused: a message is sent whole or not at all.
-        socket = self._socket
-        parts = [header, *frames]
-        last = len(parts) - 1
+        send = self._socket.send
+        last = len(frames) - 1
         try:
-            socket.send(header, zmq.NOBLOCK | zmq.SNDMORE if last else zmq.NOBLOCK)
+            send(b"".join((header, frames[0])) if frames else header, NOBLOCK if last < 1 else NOBLOCK | SNDMORE)
         except zmq.Again:
             self.refused += 1
             return False
         for index in range(1, last + 1):
-            flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
             # Small parts are copied; large ones are shared with every pipe (pyzmq's copy_threshold).
-            socket.send(parts[index], flags, copy=index == 1)
+            send(frames[index], NOBLOCK if index == last else NOBLOCK | SNDMORE, copy=False)
         return True

@@ -9,10 +9,14 @@ from typing import NamedTuple
 
 import zmq
 
-from .frames import BadFrame, Header, Kind, Times, pack_header, pack_times, parse_header, parse_times
+from .frames import HEADER_BYTES, TIMES_BYTES, BadFrame, Flag, Header, Kind, Wire
+from .subscriber import HEAD_ROOM_BYTES, receive_buffers
 
 _log = logging.getLogger("stepcast.bus")
-_NO_TIMES = Times(0, 0, 0)
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_BUFFERS = int(Flag.BUFFERS)
+_TIMED = frozenset({int(Kind.RESULT), int(Kind.FAILURE)})
+_PAYLOAD_START = {int(kind): HEADER_BYTES + (TIMES_BYTES if kind in _TIMED else 0) for kind in Kind}
 
 
 class Reply(NamedTuple):
@@ -20,12 +24,12 @@ class Reply(NamedTuple):
 
     Attributes:
         header: its header; the rank is known to be one of the group's.
-        times: the rank's times, zero where the kind has none.
-        frames: payload (bytes) and buffers (memoryviews), not yet decoded.
+        times: for `parse_times`, in RESULT and FAILURE; else empty.
+        frames: payload and buffers, not yet decoded; none where there is no payload.
     """
 
     header: Header
-    times: Times
+    times: bytes
     frames: list[bytes | memoryview]
 
 
@@ -57,13 +61,12 @@ class ReplyReader:
         world_size: int,
         max_message_bytes: int,
     ) -> None:
-        self._run_id = run_id
-        self._epoch = epoch
+        self._wire = Wire(run_id, epoch)
         self._world_size = world_size
         self.dropped: Counter[str] = Counter()
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + HEAD_ROOM_BYTES)
         self._socket.bind(endpoint)
 
     @property
@@ -82,29 +85,24 @@ class ReplyReader:
         Returns:
             The reply, or None when there is no more. What is not of this run, epoch and group is dropped and counted.
         """
-        socket = self._socket
         while True:
             try:
-                first = socket.recv(zmq.NOBLOCK)
+                head = self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 return None
-            frames: list[bytes | memoryview] = []
-            if socket.getsockopt(zmq.RCVMORE):
-                frames.append(socket.recv())
-                while socket.getsockopt(zmq.RCVMORE):
-                    frames.append(socket.recv(copy=False).buffer)
             try:
-                header = parse_header(first, self._run_id)
+                header = self._wire.parse(head)
             except BadFrame as problem:
-                self._drop("foreign", str(problem))
+                receive_buffers(self._socket)
+                self._drop(problem.reason, str(problem))
                 continue
-            if header.epoch != self._epoch:
-                self._drop("epoch", f"epoch {header.epoch}, expected {self._epoch}")
-            elif not 0 <= header.rank < self._world_size:
-                self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
-            else:
-                timed = header.kind in (Kind.RESULT, Kind.FAILURE)
-                return Reply(header, parse_times(first) if timed else _NO_TIMES, frames)
+            start = _PAYLOAD_START[header.kind]
+            frames: list[bytes | memoryview] = [memoryview(head)[start:]] if len(head) > start else []
+            if header.flags & _BUFFERS:
+                frames += receive_buffers(self._socket)
+            if 0 <= header.rank < self._world_size:
+                return Reply(header, head[HEADER_BYTES:start], frames)
+            self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
 
     def close(self) -> None:
         """Close the socket."""
@@ -140,8 +138,7 @@ class ReplySender:
         timeout_s: float,
         linger_s: float,
     ) -> None:
-        self._run_id = run_id
-        self._epoch = epoch
+        self._wire = Wire(run_id, epoch)
         self._rank = rank
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
@@ -155,7 +152,7 @@ class ReplySender:
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: Times | None = None,
+        times: tuple[int, int, int] | None = None,
     ) -> None:
         """Send a message to the driver.
 
@@ -165,22 +162,24 @@ class ReplySender:
             step: the step's id, where there is one.
             frames: payload and buffers.
             flags: `Flag` values.
-            times: given with RESULT and FAILURE.
+            times: given with RESULT and FAILURE, as in `Times`.
 
         Raises:
             zmq.Again: the driver has not read for the time limit.
         """
-        header = pack_header(kind, self._run_id, self._epoch, sequence, step, self._rank, flags)
-        if times is not None:
-            header += pack_times(*times)
-        socket = self._socket
-        last = len(frames)
-        if not last:
-            socket.send(header)
-            return
-        socket.send(header, zmq.SNDMORE)
-        for index, frame in enumerate(frames, 1):
-            socket.send(frame, 0 if index == last else zmq.SNDMORE, copy=index == 1)
+        last = len(frames) - 1
+        if last > 0:
+            flags |= _BUFFERS
+        if times is None:
+            head = self._wire.pack(kind, sequence, step, self._rank, flags)
+        else:
+            head = self._wire.pack_timed(kind, sequence, step, self._rank, flags, times)
+        if frames:
+            head = b"".join((head, frames[0]))
+        send = self._socket.send
+        send(head, _SNDMORE if last > 0 else 0)
+        for index in range(1, last + 1):
+            send(frames[index], 0 if index == last else _SNDMORE, copy=False)
 
     def close(self) -> None:
         """Close the socket; what was sent is given `linger_s` to leave."""

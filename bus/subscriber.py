@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 import zmq
 
-from .frames import CONTROL_CLASS, PROBE_CLASS, STEP_CLASS, BadFrame, Header, Kind, parse_header
+from .frames import CONTROL_CLASS, HEADER_BYTES, PROBE_CLASS, STEP_CLASS, BadFrame, Flag, Header, Kind, Wire
+
+_RCVMORE = int(zmq.RCVMORE)
+_BUFFERS = int(Flag.BUFFERS)
+#: What a frame may have beside the payload.
+HEAD_ROOM_BYTES = 256
 
 _log = logging.getLogger("stepcast.bus")
 
@@ -17,7 +22,7 @@ class Message(NamedTuple):
 
     Attributes:
         header: its header.
-        frames: payload (bytes) and buffers (memoryviews on the received message), not yet decoded.
+        frames: payload and buffers, not yet decoded: views on the received message.
     """
 
     header: Header
@@ -34,6 +39,21 @@ class Gap(NamedTuple):
 
     expected: int
     got: int
+
+
+def receive_buffers(socket: zmq.Socket[bytes]) -> list[memoryview]:
+    """Receive the frames of a message that follow its head.
+
+    Args:
+        socket: the socket.
+
+    Returns:
+        Views on them.
+    """
+    buffers = []
+    while socket.getsockopt(_RCVMORE):
+        buffers.append(socket.recv(copy=False).buffer)
+    return buffers
 
 
 class _Subscriber:
@@ -53,13 +73,12 @@ class _Subscriber:
         epoch: int,
         max_message_bytes: int,
     ) -> None:
-        self._run_id = run_id
-        self._epoch = epoch
+        self._wire = Wire(run_id, epoch)
         self.foreign = 0
         self.socket = context.socket(zmq.SUB)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)  # the driver's windows bound what can be queued
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + HEAD_ROOM_BYTES)
         self.socket.connect(endpoint)
         # PROBE is subscribed to last: subscriptions travel in order, so a PROBE that arrives proves the other one.
         self.socket.setsockopt(zmq.SUBSCRIBE, message_class)
@@ -92,22 +111,18 @@ class _Subscriber:
         Returns:
             The message; None where it was not one of this run and epoch: counted, logged once, dropped undecoded.
         """
-        socket = self.socket
-        first = socket.recv()
-        frames: list[bytes | memoryview] = []
-        if socket.getsockopt(zmq.RCVMORE):
-            frames.append(socket.recv())
-            while socket.getsockopt(zmq.RCVMORE):
-                frames.append(socket.recv(copy=False).buffer)
+        head = self.socket.recv()
         try:
-            header = parse_header(first, self._run_id)
-            if header.epoch != self._epoch:
-                raise BadFrame(f"epoch {header.epoch}, expected {self._epoch}")  # noqa: TRY301 - one place that counts
+            header = self._wire.parse(head)
         except BadFrame as problem:
+            receive_buffers(self.socket)
             if not self.foreign:
                 _log.warning("dropped a message from the driver's endpoint: %s (further ones are only counted)", problem)
             self.foreign += 1
             return None
+        frames: list[bytes | memoryview] = [memoryview(head)[HEADER_BYTES:]]
+        if header.flags & _BUFFERS:
+            frames += receive_buffers(self.socket)
         return Message(header, frames)
 
     def close(self) -> None:

@@ -46,6 +46,8 @@ class Executor:
     ) -> None:
         stop_if_loading_script()
         self.config = config
+        self._step_limit = Limit(config.step_timeout_s, "step_timeout_s")
+        self._call_limit = Limit(config.call_timeout_s, "call_timeout_s")
         backend = config.resolved_backend
         self._group: MpGroup | UniGroup = UniGroup(config) if backend == "uni" else MpGroup(config)
         if on_failure is not None:
@@ -75,7 +77,7 @@ class Executor:
             WorkerLost: a rank died.
             Closed: the executor takes no steps any more.
         """
-        return self.submit(payload, gather=gather, timeout_s=timeout_s).result()
+        return self._group.run(self._step_request(payload, gather=gather, timeout_s=timeout_s))
 
     def submit(self, payload: Any, *, gather: bool = False, timeout_s: float | None = None) -> StepFuture:
         """Publish one step, and return without waiting for its result.
@@ -134,11 +136,11 @@ class Executor:
             if name is not None and (name.startswith("_") or name in _NOT_CALLABLE):
                 raise ConfigError(f"call({name!r}): private methods and the loop's own can't be called")
         try:
-            answers = self._group.submit(self._call_request(method, args, kwargs, timeout_s=timeout_s)).result()
+            answers = self._group.run(self._call_request(method, args, kwargs, timeout_s=timeout_s))
         except StepFailed as failure:
             if undo is not None and not failure.epoch_ended:
                 worked = [each for each in range(self.config.world_size) if each not in failure.failed_ranks]
-                self._group.submit(self._call_request(undo, args, kwargs, ranks=worked)).result()
+                self._group.run(self._call_request(undo, args, kwargs, ranks=worked))
             raise
         return answers if rank is None else answers[rank]
 
@@ -154,7 +156,7 @@ class Executor:
             For a step, False where it is not under way any more; for a request, True.
         """
         if isinstance(target, str):
-            self._group.submit(self._call_request("abort", (target,), {})).result()
+            self._group.run(self._call_request("abort", (target,), {}))
             return True
         return self._group.abort_step(target.step if isinstance(target, StepFuture) else target)
 
@@ -202,17 +204,8 @@ class Executor:
 
     def _step_request(self, payload: Any, *, gather: bool, timeout_s: float | None) -> Request:
         frames = codec.encode(payload)
-        config = self.config
-        return Request(
-            kind=Kind.STEP,
-            name="step",
-            frames=frames,
-            size=_size(frames),
-            gather=gather,
-            answer_rank=config.output_rank,
-            limit=None if timeout_s is None else Limit(timeout_s, "timeout_s"),
-            hard_limit=_hard_limit(config.step_timeout_s, "step_timeout_s", timeout_s),
-        )
+        limit, hard_limit = (None, self._step_limit) if timeout_s is None else _limits(timeout_s, self._step_limit)
+        return Request(Kind.STEP, "step", frames, _size(frames), gather, self.config.output_rank, limit, hard_limit)
 
     def _call_request(
         self,
@@ -223,26 +216,17 @@ class Executor:
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> Request:
-        config = self.config
-        frames = codec.encode([method, list(args), kwargs, None if ranks is None else list(ranks)])
-        return Request(
-            kind=Kind.CALL,
-            name=f"call of {method}, step",
-            frames=frames,
-            size=_size(frames),
-            gather=True,
-            answer_rank=config.output_rank,
-            limit=None if timeout_s is None else Limit(timeout_s, "timeout_s"),
-            hard_limit=_hard_limit(config.call_timeout_s, "call_timeout_s", timeout_s),
-        )
+        frames = codec.encode([method, list(args), kwargs, None if ranks is None else list(ranks)], name=method)
+        limit, hard_limit = (None, self._call_limit) if timeout_s is None else _limits(timeout_s, self._call_limit)
+        name = f"call of {method}, step"
+        return Request(Kind.CALL, name, frames, _size(frames), True, self.config.output_rank, limit, hard_limit)
 
 
 def _size(frames: Sequence[bytes | memoryview]) -> int:
-    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
+    return sum(map(len, frames))
 
 
-def _hard_limit(setting_s: float, knob: str, timeout_s: float | None) -> Limit:
-    """The group's limit, never below the embedder's own."""
-    if timeout_s is not None and timeout_s > setting_s:
-        return Limit(timeout_s, "timeout_s")
-    return Limit(setting_s, knob)
+def _limits(timeout_s: float, setting: Limit) -> tuple[Limit, Limit]:
+    """The embedder's own limit, and the group's, which is never below it."""
+    own = Limit(timeout_s, "timeout_s")
+    return own, max(own, setting)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -34,6 +34,8 @@ from .state import GroupState, can_change
 
 #: How soon a publication is tried again that a pipe refused although the windows have room.
 _REFUSED_RETRY_S = 0.005
+
+_GATHER = int(Flag.GATHER)
 
 _log = logging.getLogger("stepcast.runtime")
 
@@ -126,12 +128,29 @@ class Group:
         self._pump = Pump(
             self.replies.fd,
             read=self._read_for_waiter,
+            next_deadline=self.pending.next_deadline,
             monitor_reads=monitor_reads,
             wake_monitor=wake_monitor,
             clock=clock,
         )
 
     # The way of a step.
+
+    def run(self, request: Request) -> Any:
+        """Publish a request and wait for its outcome, all in this thread unless another one reads the replies.
+
+        Args:
+            request: the request.
+
+        Returns:
+            The answer.
+
+        Raises:
+            StepcastError: as `submit`, and whatever the step's outcome is.
+        """
+        entry = self._submit(request, with_future=False)
+        self.wait(entry, None)
+        return entry.outcome()
 
     def submit(self, request: Request) -> StepFuture:
         """Publish a request, waiting for room in the windows where there is none.
@@ -146,20 +165,12 @@ class Group:
             Backpressure: there was no room for `backpressure_timeout_s`.
             Closed: the group takes no steps.
             ProtocolError: the request is larger than any that can be sent.
-            StepFailed: an earlier step failed on another rank after its own future had been resolved.
+            StepFailed: an earlier step failed on another rank after its own outcome had been given out.
             StepTimeout: the request's limit has passed already.
         """
-        deadline: float | None = None
-        while True:
-            future = self.try_submit(request)
-            if future is not None:
-                return future
-            deadline = self.clock() + self.config.backpressure_timeout_s if deadline is None else deadline
-            if self.clock() >= deadline:
-                with self.lock:
-                    bus = self.publisher
-                    raise failures.back_pressure(bus.slow_ranks(), bus.in_flight, bus.in_flight_bytes, self.config)
-            self._wait_for_room(request, deadline)
+        entry = self._submit(request, with_future=True)
+        assert entry.future is not None  # noqa: S101 - it was asked for
+        return entry.future
 
     def try_submit(self, request: Request) -> StepFuture | None:
         """Publish a request if there is room for it in the windows.
@@ -173,28 +184,23 @@ class Group:
         Raises:
             StepcastError: as `submit`.
         """
-        if request.limit is not None and request.limit.seconds <= 0:
-            raise failures.expired(request.name, request.limit)
-        with self.lock:
-            failures.check_open(self.state, self.failure)
-            failures.check_size(request.size, self.config)
-            if not self.publisher.has_credit(request.size):
-                return None
-            carried = self.pending.take_carried_failure()
-            if carried is not None:
-                raise carried
-            return self._publish(request)
+        entry = self._try_submit(request, with_future=True)
+        return None if entry is None else entry.future
 
-    def wait(self, future: StepFuture, timeout_s: float | None) -> None:
-        """Wait until a future is resolved, reading the replies in this thread unless another one does.
+    def wait(self, entry: Pending, timeout_s: float | None) -> None:
+        """Wait for a step's outcome, reading the replies in this thread unless another one does.
 
         Args:
-            future: the future.
+            entry: the step.
             timeout_s: the longest to wait; None for the limits of the step itself.
         """
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        if not self._pump.read_until(future.done, deadline):
-            wait_for_futures((future,), timeout_s)
+        if not self._pump.read_until(lambda: entry.settled, deadline):
+            with self.lock:
+                if entry.settled and entry.future is None:
+                    return
+                entry.future = entry.future or StepFuture(entry, self.wait, self.abort_step)
+            wait_for_futures((entry.future,), timeout_s)
 
     def abort_step(self, step: int) -> bool:
         """Resolve a step's future with `StepAborted`, and tell the ranks.
@@ -244,9 +250,9 @@ class Group:
     def settle(self) -> None:
         """Resolve the futures whose outcome is known, and let a thread that waits for one see it. Needs no lock."""
         with self.lock:
-            settlements = self.pending.take_settlements()
-        if settlements:
-            settle(settlements)
+            settled = self.pending.take_settled()
+        if settled:
+            settle(settled)
             self._pump.wake()
 
     # What the monitor uses. It holds the lock in all of these.
@@ -287,10 +293,8 @@ class Group:
         if self._closed:
             return False
         rare = self.inbox.read(now)
-        if self.state.accepts_steps:
-            wanted = GroupState.DEGRADED if self.pending.degraded else GroupState.READY
-            if self.state is not wanted:
-                self.change(wanted)
+        if self.pending.degraded != (self.state is GroupState.DEGRADED) and self.state.accepts_steps:
+            self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
         self._room.notify_all()
         return rare
 
@@ -309,12 +313,38 @@ class Group:
             self.replies.close()
         self._context.term()
 
-    def _publish(self, request: Request) -> StepFuture | None:
+    def _submit(self, request: Request, *, with_future: bool) -> Pending:
+        deadline: float | None = None
+        while True:
+            entry = self._try_submit(request, with_future=with_future)
+            if entry is not None:
+                return entry
+            deadline = self.clock() + self.config.backpressure_timeout_s if deadline is None else deadline
+            if self.clock() >= deadline:
+                with self.lock:
+                    bus = self.publisher
+                    raise failures.back_pressure(bus.slow_ranks(), bus.in_flight, bus.in_flight_bytes, self.config)
+            self._wait_for_room(request, deadline)
+
+    def _try_submit(self, request: Request, *, with_future: bool) -> Pending | None:
+        if request.limit is not None and request.limit.seconds <= 0:
+            raise failures.expired(request.name, request.limit)
+        with self.lock:
+            failures.check_open(self.state, self.failure)
+            failures.check_size(request.size, self.config)
+            if not self.publisher.has_credit(request.size):
+                return None
+            carried = self.pending.take_carried_failure()
+            if carried is not None:
+                raise carried
+            return self._publish(request, with_future=with_future)
+
+    def _publish(self, request: Request, *, with_future: bool) -> Pending | None:
+        kind, name, frames, size, gather, answer_rank, limit, hard_limit = request
         now = self.clock()
         step = self._last_step + 1
-        flags = Flag.GATHER if request.gather else Flag.NONE
         try:
-            sequence = self.publisher.publish(request.kind, step, request.frames, request.size, flags)
+            sequence = self.publisher.publish(kind, step, frames, size, _GATHER if gather else 0)
         except BaseException as interruption:
             # A KeyboardInterrupt between the parts of a message leaves the socket in the middle of it.
             self.fail(ProtocolError(f"the publication of step {step} was interrupted: {interruption!r}"))
@@ -323,24 +353,14 @@ class Group:
             return None
         self._last_step = step
         self.heartbeat.published(now)
-        future = StepFuture(step, self.wait, self.abort_step)
-        self.pending.add(
-            Pending(
-                sequence=sequence,
-                step=step,
-                name=f"{request.name} {step}",
-                future=future,
-                gather=request.gather,
-                answer_rank=request.answer_rank,
-                needs_all=request.gather or len(request.frames) > 1,
-                published_at=now,
-                limit=request.limit,
-                hard_limit=request.hard_limit,
-            )
-        )
-        if request.limit is not None:
+        needs_all = gather or len(frames) > 1
+        entry = Pending(sequence, step, name, gather, answer_rank, needs_all, now, limit, hard_limit)
+        if with_future:
+            entry.future = StepFuture(entry, self.wait, self.abort_step)
+        self.pending.add(entry)
+        if limit is not None:
             self._wake_monitor()  # it may sleep past this limit
-        return future
+        return entry
 
     def _wait_for_room(self, request: Request, deadline: float) -> None:
         """Wait until there may be room, the group takes no steps any more, or the deadline."""
@@ -357,8 +377,8 @@ class Group:
             with self._room:  # another thread reads
                 self._room.wait_for(has_room, deadline - self.clock())
 
-    def _read_for_waiter(self) -> float | None:
-        """One turn of a waiting thread: read, judge, resolve; tell how long nothing else is due."""
+    def _read_for_waiter(self) -> None:
+        """One turn of a waiting thread: read, judge, resolve."""
         with self.lock:
             now = self.clock()
             if self.read_replies(now):
@@ -366,7 +386,6 @@ class Group:
             deadline = self.pending.next_deadline()
             if deadline is not None and deadline <= now:
                 self.expire(now)
-                deadline = self.pending.next_deadline()
-            settlements = self.pending.take_settlements()
-        settle(settlements)
-        return None if deadline is None else deadline - now
+            settled = self.pending.take_settled()
+        if settled:
+            settle(settled)

@@ -77,7 +77,7 @@ class Inbox:
                 told.sequence, told.step = header.sequence, header.step
                 self._publisher.acknowledge(header.rank, header.sequence)
                 if header.step:
-                    self._pending.result(header.rank, header.sequence, reply.frames)
+                    self._pending.result(header.rank, header.sequence, reply.frames, reply.times)
                 continue
             rare = True
             try:

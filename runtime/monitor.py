@@ -115,8 +115,10 @@ class Monitor(threading.Thread):
         self.wake()
 
     def _read_replies(self, reads: bool) -> None:  # noqa: FBT001 - a switch, and nothing else
-        with contextlib.suppress(OSError, ValueError):  # it has ended
+        try:
             self._epoll.modify(self._replies_fd, select.EPOLLIN if reads else 0)
+        except (OSError, ValueError):  # it has ended
+            return
 
     # The thread.
 

@@ -6,7 +6,7 @@ has let go of its lock, since their callbacks are the embedder's.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from stepcast.bus import codec
 from stepcast.bus.errors import ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
-
-_log = logging.getLogger("stepcast.runtime")
-
+from stepcast.bus.frames import Times, parse_times
 
 class StepFuture(Future[Any]):
     """The future of a step or a call.
@@ -29,11 +27,19 @@ class StepFuture(Future[Any]):
         step: the step's id, for `Executor.abort`.
     """
 
-    def __init__(self, step: int, wait: Callable[[StepFuture, float | None], None], abort: Callable[[int], bool]) -> None:
+    def __init__(
+        self, entry: Pending, wait: Callable[[Pending, float | None], None], abort: Callable[[int], bool]
+    ) -> None:
         super().__init__()
-        self.step = step
+        self.step = entry.step
+        self._entry = entry
         self._wait = wait
         self._abort = abort
+
+    @property
+    def times(self) -> dict[int, Times]:
+        """The times of each rank that has answered so far, by rank."""
+        return {rank: parse_times(data) for rank, data in list(self._entry.times.items())}
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the answer.
@@ -45,21 +51,32 @@ class StepFuture(Future[Any]):
             The output rank's answer, or all ranks' where they are gathered.
 
         Raises:
-            TimeoutError: the timeout passed.
+            TimeoutError: the timeout passed (`concurrent.futures.TimeoutError` before Python 3.11).
             StepcastError: the step failed.
         """
         if not self.done():
-            self._wait(self, timeout)
+            self._wait(self._entry, timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the step to end, and return its error, or None."""
+        """Wait for the step to end.
+
+        Args:
+            timeout: as in `result`.
+
+        Returns:
+            Its error; None where it has none.
+        """
         if not self.done():
-            self._wait(self, timeout)
+            self._wait(self._entry, timeout)
         return super().exception(0)
 
     def cancel(self) -> bool:
-        """Abort the step: the future fails with `StepAborted`, and its answers are dropped as they come."""
+        """Abort the step: the future fails with `StepAborted`, and its answers are dropped as they come.
+
+        Returns:
+            False where the step is not under way any more.
+        """
         return self._abort(self.step)
 
 
@@ -82,50 +99,55 @@ class Pending:
     Attributes:
         sequence: its sequence number.
         step: its step id.
-        name: what the errors call it.
-        future: what the embedder holds.
-        gather: whether the future gets every rank's answer.
-        answer_rank: the rank whose answer the future gets otherwise.
-        needs_all: whether the future waits for every rank, so that buffers may be reused once it is done.
+        name: what the errors call it, before its id.
+        gather: whether every rank's answer is wanted.
+        answer_rank: the rank whose answer is wanted otherwise.
+        needs_all: whether the outcome waits for every rank, so that buffers may be reused once it is known.
         published_at: the clock's reading when it was published.
-        limit: the embedder's own limit, which fails this future only.
+        limit: the embedder's own limit, which fails this step only.
         hard_limit: the limit past which the group ends.
+        future: what is resolved with the outcome, where somebody holds one.
         waiting: a bit for each rank that has not answered.
         answers: what has been answered, by rank.
+        times: when each rank worked on it, for `parse_times`, by rank.
         failure: the first failure that a rank reported.
         failed_at: when that was.
-        ready: the outcome is known; the future is resolved in its turn.
-        settled: the future has been resolved.
+        ready: the outcome is known, and given out in its turn.
+        settled: the outcome was given out: `value` or `error`.
     """
 
     sequence: int
     step: int
     name: str
-    future: StepFuture
     gather: bool
     answer_rank: int
     needs_all: bool
     published_at: float
     limit: Limit | None
     hard_limit: Limit
+    future: StepFuture | None = None
     waiting: int = 0
     answers: dict[int, Any] = field(default_factory=dict)
+    times: dict[int, bytes] = field(default_factory=dict)
     failure: StepFailed | None = None
     failed_at: float = 0.0
     ready: bool = False
     settled: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.step}"
 
     def missing(self) -> list[int]:
         """The ranks that have not answered."""
         return [rank for rank in range(self.waiting.bit_length()) if self.waiting >> rank & 1]
 
-
-class Settlement(NamedTuple):
-    """A future to be resolved."""
-
-    future: StepFuture
-    value: Any
-    error: BaseException | None
+    def outcome(self) -> Any:
+        """Return the value, or raise the error, of a step that is settled."""
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
 class PendingTable:
@@ -146,7 +168,8 @@ class PendingTable:
         self._failure_grace_s = failure_grace_s
         self._by_sequence: dict[int, Pending] = {}
         self._order: deque[Pending] = deque()
-        self._settlements: list[Settlement] = []
+        self._settled: list[Pending] = []
+        self._earliest = math.inf
         self._carried: StepFailed | None = None
         self.late = 0
         self.degraded = False
@@ -159,23 +182,27 @@ class PendingTable:
         entry.waiting = self._everyone
         self._by_sequence[entry.sequence] = entry
         self._order.append(entry)
+        limit_s = entry.hard_limit.seconds if entry.limit is None else min(entry.limit.seconds, entry.hard_limit.seconds)
+        self._earliest = min(self._earliest, entry.published_at + limit_s)
 
     def take_carried_failure(self) -> StepFailed | None:
         """Take the failure that came after its own step's future was resolved: it fails the next one."""
         carried, self._carried = self._carried, None
         return carried
 
-    def result(self, rank: int, sequence: int, frames: Sequence[bytes | memoryview]) -> None:
+    def result(self, rank: int, sequence: int, frames: Sequence[bytes | memoryview], times: bytes) -> None:
         """Note a RESULT.
 
         Args:
             rank: the rank.
             sequence: the message answered.
             frames: the answer, not yet decoded; empty where it was not wanted.
+            times: when the rank worked on it, for `parse_times`.
         """
         entry = self._answered(rank, sequence)
         if entry is None:
             return
+        entry.times[rank] = times
         if entry.settled and frames:
             self.late += entry.gather or rank == entry.answer_rank
         elif frames and (entry.gather or rank == entry.answer_rank):
@@ -200,19 +227,20 @@ class PendingTable:
         if entry.failure is None:
             exception_type, text, trace = description
             entry.failure = StepFailed(
-                f"{entry.name} failed on rank {rank}: {exception_type}: {text}\n\nrank {rank}: {trace}",
+                f"{entry} failed on rank {rank}: {exception_type}: {text}\n\nrank {rank}: {trace}",
                 step=entry.step,
                 rank=rank,
                 exception_type=exception_type,
                 traceback=trace,
             )
             entry.failed_at = now
+            self._earliest = min(self._earliest, now + self._failure_grace_s)
         else:
             entry.failure.failed_ranks += (rank,)
         self._judge(entry, rank)
 
     def abort(self, step: int) -> bool:
-        """Resolve a step's future with `StepAborted`.
+        """Give a step the outcome `StepAborted`.
 
         Args:
             step: the step's id.
@@ -222,15 +250,14 @@ class PendingTable:
         """
         for entry in self._order:
             if entry.step == step and not (entry.ready or entry.settled):
-                self._settle(entry, None, StepAborted(f"{entry.name} was aborted", step=step))
+                self._settle(entry, None, StepAborted(f"{entry} was aborted", step=step))
                 self._flush()
                 return True
         return False
 
     def next_deadline(self) -> float | None:
-        """The clock's reading at which `expire` has something to do next."""
-        deadlines = [deadline for entry in self._by_sequence.values() for deadline in self._deadlines(entry)]
-        return min(deadlines, default=None)
+        """The clock's reading at which `expire` may have something to do; never later than when it has."""
+        return self._earliest if self._by_sequence else None
 
     def expire(self, now: float, phases: Mapping[int, str]) -> StepcastError | None:
         """Judge what is late.
@@ -252,10 +279,12 @@ class PendingTable:
             if limit is not None and elapsed_s >= limit.seconds and not (entry.ready or entry.settled):
                 self._settle(entry, None, self._timed_out(entry, limit, elapsed_s, phases, ends_group=False))
                 self._flush()
+        deadlines = [deadline for entry in self._by_sequence.values() for deadline in self._deadlines(entry)]
+        self._earliest = min(deadlines, default=math.inf)
         return None
 
     def fail_all(self, error: StepcastError) -> None:
-        """Resolve every future with an error, and forget everything."""
+        """Give every step an error, and forget everything."""
         for entry in self._order:
             # Not the entry's own failure: where a rank dies, its peers' collectives raise first.
             if not entry.settled:
@@ -263,10 +292,10 @@ class PendingTable:
         self._order.clear()
         self._by_sequence.clear()
 
-    def take_settlements(self) -> list[Settlement]:
-        """Take the futures that are to be resolved now, by `settle`, without any lock held."""
-        settlements, self._settlements = self._settlements, []
-        return settlements
+    def take_settled(self) -> list[Pending]:
+        """Take the steps whose futures are to be resolved now, by `settle`, without any lock held."""
+        settled, self._settled = self._settled, []
+        return settled
 
     def _answered(self, rank: int, sequence: int) -> Pending | None:
         entry = self._by_sequence.get(sequence)
@@ -302,9 +331,10 @@ class PendingTable:
         return entry.answers.get(entry.answer_rank)
 
     def _settle(self, entry: Pending, value: Any, error: BaseException | None) -> None:
-        entry.settled = True
+        entry.value, entry.error = value, error
         entry.answers = {}
-        self._settlements.append(Settlement(entry.future, value, error))
+        entry.settled = True
+        self._settled.append(entry)
 
     def _deadlines(self, entry: Pending) -> list[float]:
         deadlines = [entry.published_at + entry.hard_limit.seconds]
@@ -338,7 +368,7 @@ class PendingTable:
         silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
         outcome = "the group ends; the stacks of its ranks are in the log" if ends_group else "the group lives on"
         return StepTimeout(
-            f"{entry.name}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "
+            f"{entry}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "
             f"s: {outcome}",
             step=entry.step,
             elapsed_s=elapsed_s,
@@ -350,7 +380,7 @@ class PendingTable:
 
 def _undecodable(entry: Pending, rank: int, problem: ProtocolError) -> StepFailed:
     return StepFailed(
-        f"{entry.name}: the answer of rank {rank} can't be decoded: {problem}",
+        f"{entry}: the answer of rank {rank} can't be decoded: {problem}",
         step=entry.step,
         rank=rank,
         exception_type="ProtocolError",
@@ -358,14 +388,17 @@ def _undecodable(entry: Pending, rank: int, problem: ProtocolError) -> StepFaile
     )
 
 
-def settle(settlements: Sequence[Settlement]) -> None:
+def settle(settled: Sequence[Pending]) -> None:
     """Resolve futures. No lock may be held.
 
     Args:
-        settlements: what `PendingTable.take_settlements` gave.
+        settled: what `PendingTable.take_settled` gave.
     """
-    for future, value, error in settlements:
-        if error is None:
-            future.set_result(value)
+    for entry in settled:
+        future = entry.future
+        if future is None:
+            continue
+        if entry.error is None:
+            future.set_result(entry.value)
         else:
-            future.set_exception(error)
+            future.set_exception(entry.error)

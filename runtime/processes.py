@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
@@ -93,6 +94,10 @@ class MpGroup:
         if not self._group.state.accepts_steps:
             self._monitor.ended.wait(self._ending_limit_s)
             raise self._group.failure or Closed("the executor was shut down while it started")
+
+    def run(self, request: Request) -> Any:
+        """As `Group.run`."""
+        return self._group.run(request)
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""

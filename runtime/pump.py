@@ -18,8 +18,8 @@ class Pump:
 
     Args:
         fd: the reply socket's descriptor.
-        read: takes all replies that have come and resolves futures; returns the seconds until it must be called again
-            though nothing comes, or None.
+        read: takes all replies that have come, and gives out the outcomes.
+        next_deadline: the clock's reading at which `read` must be called though nothing comes, or None.
         monitor_reads: tells the monitor to read the replies, or to leave them.
         wake_monitor: makes the monitor look at everything once.
         clock: a monotonic clock, in seconds.
@@ -29,12 +29,14 @@ class Pump:
         self,
         fd: int,
         *,
-        read: Callable[[], float | None],
+        read: Callable[[], None],
+        next_deadline: Callable[[], float | None],
         monitor_reads: Callable[[bool], None],
         wake_monitor: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._read = read
+        self._next_deadline = next_deadline
         self._monitor_reads = monitor_reads
         self._wake_monitor = wake_monitor
         self._clock = clock
@@ -86,17 +88,18 @@ class Pump:
         os.close(self._wake)
 
     def _turn_until(self, done: Callable[[], bool], deadline: float | None) -> None:
-        while not self._closed:
-            remaining_s = self._read()
-            if done():
-                return
+        # Whoever reads takes all there is, so the descriptor shows whatever has come since.
+        while not (done() or self._closed):
+            wait_until = self._next_deadline()
             if deadline is not None:
-                until_deadline = deadline - self._clock()
-                if until_deadline <= 0:
-                    return
-                remaining_s = until_deadline if remaining_s is None else min(remaining_s, until_deadline)
-            # Rounded up: a poll that returns a moment too early would spin.
-            timeout_ms = None if remaining_s is None else max(0, int(remaining_s * 1000) + 1)
+                wait_until = deadline if wait_until is None else min(wait_until, deadline)
+            timeout_ms = None
+            if wait_until is not None:
+                # Rounded up: a poll that returns a moment too early would spin.
+                timeout_ms = max(0, int((wait_until - self._clock()) * 1000) + 1)
             for fd, _ in self._poll.poll(timeout_ms):
                 if fd == self._wake and not self._closed:
                     os.eventfd_read(fd)
+            self._read()
+            if deadline is not None and self._clock() >= deadline:
+                return

@@ -67,7 +67,7 @@ class Tokenizer:
             Token ids, at least one.
 
         Raises:
-            ConfigError: a conversation, but the model has no chat template, or the template refuses it, or chat is False;
+            ConfigError: a conversation where the model has no chat template, the template refuses it or chat is False;
                 or a prompt without a token.
         """
         if isinstance(prompt, str) and not (chat and self._template):

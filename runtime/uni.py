@@ -6,16 +6,18 @@ import atexit
 import logging
 import os
 import queue
+import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
+from typing import Any
 
 from stepcast.bus import codec
 from stepcast.bus.errors import Closed, StepcastError
-from stepcast.bus.frames import Flag, Header, Kind, Times
+from stepcast.bus.frames import Flag, Header, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
 from stepcast.workers.base import RankInfo, Worker
@@ -85,6 +87,10 @@ class UniGroup:
     def worker_pids(self) -> tuple[int, ...]:
         """This process's id."""
         return (os.getpid(),)
+
+    def run(self, request: Request) -> Any:
+        """As `Group.run`."""
+        return self.submit(request).result()
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""
@@ -183,7 +189,7 @@ class UniGroup:
         step: int = 0,  # noqa: ARG002
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,  # noqa: ARG002
-        times: Times | None = None,  # noqa: ARG002
+        times: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         """The loop's answers."""
         with self._changed:
@@ -191,7 +197,7 @@ class UniGroup:
             if kind == Kind.FAILURE:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
             else:
-                self._pending.result(0, sequence, frames)
+                self._pending.result(0, sequence, frames, struct.pack("<QQQ", *times))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:
@@ -262,25 +268,14 @@ class UniGroup:
         carried = self._pending.take_carried_failure()
         if carried is not None:
             raise carried
+        kind, name, frames, size, gather, answer_rank, limit, hard_limit = request
         step = sequence = self._sequence + 1
-        future = StepFuture(step, self._wait, self.abort_step)
-        self._pending.add(
-            Pending(
-                sequence=sequence,
-                step=step,
-                name=f"{request.name} {step}",
-                future=future,
-                gather=request.gather,
-                answer_rank=request.answer_rank,
-                needs_all=True,
-                published_at=self.clock(),
-                limit=request.limit,
-                hard_limit=request.hard_limit,
-            )
-        )
-        self._put(request.kind, step, request.frames, request.size)
+        entry = Pending(sequence, step, name, gather, answer_rank, True, self.clock(), limit, hard_limit)
+        entry.future = StepFuture(entry, self._wait, self.abort_step)
+        self._pending.add(entry)
+        self._put(kind, step, frames, size)
         self._changed.notify_all()
-        return future
+        return entry.future
 
     def _put(self, kind: Kind, step: int, frames: Sequence[bytes | memoryview], size: int) -> None:
         self._sequence += 1
@@ -292,8 +287,9 @@ class UniGroup:
         used = sum(self._in_flight.values())
         return len(self._in_flight) < config.max_in_flight and used + size <= config.max_in_flight_bytes
 
-    def _wait(self, future: StepFuture, timeout_s: float | None) -> None:
-        wait_for_futures((future,), timeout_s)
+    def _wait(self, entry: Pending, timeout_s: float | None) -> None:
+        assert entry.future is not None  # noqa: S101 - every step here has one
+        wait_for_futures((entry.future,), timeout_s)
 
     def _watch_limits(self) -> None:
         """A thread: judges what is late."""
@@ -305,11 +301,11 @@ class UniGroup:
                 error = self._pending.expire(now, {0: str(self._board.status.phase)})
                 if error is not None:
                     self._fail(error)
-                settlements = self._pending.take_settlements()
+                settled = self._pending.take_settled()
                 deadline = self._pending.next_deadline()
-                if not settlements:
+                if not settled:
                     self._changed.wait(None if deadline is None else max(0.0, deadline - now))
-            settle(settlements)
+            settle(settled)
 
     def _change(self, state: GroupState) -> None:
         assert can_change(self.state, state), (self.state, state)  # noqa: S101 - a bug here, never an input
@@ -328,5 +324,5 @@ class UniGroup:
 
     def _settle(self) -> None:
         with self._changed:
-            settlements = self._pending.take_settlements()
-        settle(settlements)
+            settled = self._pending.take_settled()
+        settle(settled)

@@ -85,7 +85,7 @@ class Span:
     tokens: Sequence[int]
 
 
-def packed_attention(
+def packed_attention(  # noqa: PLR0913 - transformers' signature
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

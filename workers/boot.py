@@ -14,7 +14,7 @@ import msgpack
 import zmq
 
 from stepcast.bus import codec
-from stepcast.bus.frames import Flag, Kind, Times
+from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
@@ -120,7 +120,7 @@ class _Rank:
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status
             frames = codec.encode(describe_error(error))
-            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=Times(0, 0, 0))
+            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0))
             return EXIT_FAILED
         self._replies.send(Kind.BYE)
         return 0

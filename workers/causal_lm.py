@@ -109,7 +109,7 @@ class CausalLM(Worker):
             step: a payload as `causal_lm_step` describes it.
 
         Returns:
-            On the output rank a new token for each sequence in the step, as `causal_lm_step` describes it; elsewhere None.
+            On the output rank a new token for each sequence in the step, as `causal_lm_step` describes; elsewhere None.
 
         Raises:
             ValueError: the step is malformed or does not fit what this rank holds; raised on every rank alike, before

@@ -29,8 +29,8 @@ def convert(source: Path, destination: Path) -> None:
     quantized = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
     )
-    # transformers won't save a model that came out of a GGUF file, even though it holds plain weights; so they are moved
-    # into one that did not.
+    # transformers won't save a model that came out of a GGUF file, even though it holds plain weights now; so they are
+    # moved into one that did not.
     config = quantized.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

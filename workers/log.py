@@ -34,9 +34,9 @@ def configure_logging(level: str, *, rank: int, epoch: int, board: Board) -> Non
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[structlog.stdlib.ExtraAdder()],
         processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.stdlib.add_log_level,
             structlog.stdlib.add_logger_name,
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             add_place,
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from stepcast.bus import codec
 from stepcast.bus.errors import ProtocolError
-from stepcast.bus.frames import Flag, Kind, Times
+from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Gap, Message
 
@@ -19,6 +19,8 @@ from .board import Board
 
 #: A traceback longer than this is cut in the middle: it has to fit in any message limit.
 _MAX_TRACEBACK_CHARS = 32_000
+
+_GATHER = int(Flag.GATHER)
 
 _log = logging.getLogger("stepcast.worker")
 
@@ -41,7 +43,7 @@ class ReplySink(Protocol):
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: Times | None = None,
+        times: tuple[int, int, int] | None = None,
     ) -> None:
         """Send a message to the driver."""
         ...
@@ -109,14 +111,14 @@ class WorkerLoop:
         received_ns = self._board.take(phase, header.sequence, header.step)
         try:
             answer = compute(message)
-            wanted = self._always_answers or header.flags & Flag.GATHER
+            wanted = self._always_answers or header.flags & _GATHER
             frames = codec.encode(answer) if wanted else ()
             kind = Kind.RESULT
         except Exception as error:  # noqa: BLE001 - whatever the worker's author raises belongs to the driver
             frames = codec.encode(describe_error(error))
             kind = Kind.FAILURE
             _log.warning("step %d failed: %s: %s", header.step, type(error).__name__, error)
-        times = Times(received_ns, time.monotonic_ns() - received_ns, 0)
+        times = (received_ns, time.monotonic_ns() - received_ns, 0)
         # Idle before the reply: who has the reply may ask at once what the rank is doing.
         self._board.enter(Phase.IDLE)
         self._replies.send(kind, header.sequence, header.step, frames, times=times)
@@ -124,7 +126,7 @@ class WorkerLoop:
             self._board.forget_aborts(header.step)
 
     def _begin(self, message: Message) -> None:
-        _log.debug("epoch %d begins", message.header.epoch)
+        _log.debug("the epoch begins at message %d", message.header.sequence)
 
     def _step(self, message: Message) -> Any:
         return self._worker.execute(codec.decode(message.frames))

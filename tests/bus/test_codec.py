@@ -24,13 +24,16 @@ from hypothesis import strategies as st
 from stepcast.bus.codec import MAX_DEPTH, decode, encode
 from stepcast.bus.errors import ProtocolError
 
-NUMPY_DTYPES = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-).split()
+# fmt: off
+NUMPY_DTYPES = [
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+]
 TORCH_DTYPES = [
     *NUMPY_DTYPES,
-    *"bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split(),
+    "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
 ]
+# fmt: on
 ARRAY, TENSOR = 1, 2
 LIGHT = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -106,7 +109,7 @@ def unsendable(value: Any, *words: str) -> None:
 
 def run(program: str, *options: str) -> None:
     """Run a program in a fresh interpreter."""
-    result = subprocess.run(  # noqa: S603 - the interpreter of the tests, with text of this file
+    result = subprocess.run(
         [sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
@@ -119,7 +122,7 @@ scalars = (
 )
 keys = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 plain: st.SearchStrategy[Any] = st.recursive(
-    scalars | st.binary().map(bytearray) | st.binary().map(lambda data: memoryview(data)),  # noqa: PLW0108 - mypy does not take the class itself
+    scalars | st.binary().map(bytearray) | st.binary().map(lambda data: memoryview(data)),  # noqa: PLW0108 - mypy refuses the class
     lambda inner: (
         st.lists(inner, max_size=5)
         | st.lists(inner, max_size=3).map(tuple)
@@ -441,7 +444,7 @@ def test_the_same_array_twice_takes_two_buffers() -> None:
 def test_numpy_numbers_arrive_as_pythons() -> None:
     """Numbers of numpy arrive as int, float and bool of equal value; complex ones as arrays without dimensions."""
     numpy = pytest.importorskip("numpy")
-    sent = [numpy.int8(-3), numpy.uint64(2**64 - 1), numpy.float16(1.5), numpy.float64(0.1), numpy.bool_(True)]  # noqa: FBT003
+    sent = [numpy.int8(-3), numpy.uint64(2**64 - 1), numpy.float16(1.5), numpy.float64(0.1), numpy.bool_(True)]
     assert same(round_trip(sent), [-3, 2**64 - 1, 1.5, 0.1, True])
     assert round_trip({numpy.int64(5): 1}) == {5: 1}
     got = round_trip(numpy.complex64(1 + 2j))
@@ -607,7 +610,7 @@ def test_tensors_that_are_not_dense_are_refused() -> None:
     unsendable(
         [torch.ones(2).as_subclass(type("Special", (torch.Tensor,), {}))], "a Special (a subclass of torch.Tensor)"
     )
-    unsendable([torch._efficientzerotensor((2,))], "a tensor that has no memory")  # noqa: SLF001 - torch makes them so
+    unsendable([torch._efficientzerotensor((2,))], "a tensor that has no memory")
 
 
 # --- Hostile messages -----------------------------------------------------------------------------------------------
