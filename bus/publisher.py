@@ -98,6 +98,21 @@ class Publisher:
             and self._in_flight_bytes + size <= self._max_in_flight_bytes
         )
 
+    def working_on(self, rank: int) -> tuple[int, int] | None:
+        """The oldest message that a rank has not answered.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            The message's kind and step id; None where it has answered all.
+        """
+        first = self._acknowledged[rank] + 1
+        for stored in self._store:
+            if stored.sequence >= first:
+                return stored.kind, stored.step
+        return None
+
     def slow_ranks(self) -> list[int]:
         """The ranks that have not answered the oldest message in flight."""
         if not self._store:

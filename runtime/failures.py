@@ -15,7 +15,6 @@ from stepcast.bus.errors import (
     StepTimeout,
     WorkerLost,
 )
-from stepcast.bus.liveness import RankLiveness
 
 from .config import ExecutorConfig
 from .launch.process import WorkerProcess
@@ -40,24 +39,23 @@ def describe_exit(exit_code: int | None) -> str:
     return f"was killed by {name}"
 
 
-def worker_lost(process: WorkerProcess, told: RankLiveness, now: float, stderr: str) -> WorkerLost:
+def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr: str) -> WorkerLost:
     """A worker's process has ended.
 
     Args:
         process: the process.
-        told: what was last heard of it.
-        now: the clock's reading.
+        phase: what it was doing.
+        silent_for_s: seconds since its last message.
         stderr: its last lines on stderr.
     """
     exit_code = process.exit_code()
-    silent_for_s = now - told.last_heard
     return WorkerLost(
-        f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while {told.phase}, {silent_for_s:.2f} s "
+        f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while in phase {phase}, {silent_for_s:.2f} s "
         f"after its last message: the group has ended; start a new executor{_last_lines(process.rank, stderr)}",
         rank=process.rank,
         pid=process.pid,
         exit_code=exit_code,
-        phase=str(told.phase),
+        phase=phase,
         silent_for_s=silent_for_s,
     )
 

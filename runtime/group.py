@@ -237,7 +237,7 @@ class Group:
                     RankHealth(
                         rank=rank,
                         pid=pids.get(rank, 0),
-                        phase=str(told.phase),
+                        phase=str(self.inbox.phase(rank)),
                         phase_age_s=now - told.phase_since,
                         step=told.step,
                         last_heard_s=now - told.last_heard,

@@ -87,9 +87,17 @@ class Inbox:
                 _log.warning("dropped a malformed message of rank %d: %s", header.rank, problem)
         return rare
 
+    def phase(self, rank: int) -> Phase:
+        """What a rank is doing, as far as is known: an idle rank that has something to answer is at it by now."""
+        told = self.liveness[rank].phase
+        work = self._publisher.working_on(rank) if told is Phase.IDLE else None
+        if work is None:
+            return told
+        return Phase.CALL if work[0] == Kind.CALL else Phase.STEP
+
     def phases(self) -> dict[int, str]:
-        """Each rank's last known phase."""
-        return {rank: str(told.phase) for rank, told in enumerate(self.liveness)}
+        """What each rank is doing, as far as is known."""
+        return {rank: str(self.phase(rank)) for rank in range(len(self.liveness))}
 
     def _take_rare(self, reply: Reply, told: RankLiveness, now: float) -> None:
         header = reply.header

@@ -89,6 +89,7 @@ class Monitor(threading.Thread):
         self._probe_interval_s = config.probe_interval_s
         self._next_probe = now
         self._begun = False
+        self._started_late = False
         self._stop_wanted = False
         self._kill_wanted = False
         self._killing = False
@@ -206,14 +207,15 @@ class Monitor(threading.Thread):
             return
         if process.exit_code() == EXIT_FAILED:
             self._hear_last_words(process.rank)
-        told = group.inbox.liveness[process.rank]
         if process.rank in group.inbox.broken:
             return  # it has said why
+        phase = str(group.inbox.phase(process.rank))
         stderr = self._relay.stderr_tail(process.rank, _LAST_WORDS_S)
         if group.state is GroupState.STARTING:
-            group.fail(failures.start_lost(process, str(told.phase), stderr))
+            group.fail(failures.start_lost(process, phase, stderr))
         else:
-            group.fail(failures.worker_lost(process, told, now, stderr))
+            silent_for_s = now - group.inbox.liveness[process.rank].last_heard
+            group.fail(failures.worker_lost(process, phase, silent_for_s, stderr))
 
     def _judge_broken(self, rank: int, description: Sequence[str]) -> None:
         del self.group.inbox.broken[rank]
@@ -269,6 +271,7 @@ class Monitor(threading.Thread):
         missing = missing or group.publisher.slow_ranks()
         phases = {rank: phase for rank, phase in group.inbox.phases().items() if rank in missing}
         stderr = {rank: self._relay.stderr_tail(rank, 0) for rank in missing}
+        self._started_late = True
         group.fail(failures.start_timed_out(self._config.startup_timeout_s, phases, stderr))
 
     def _begin_stopping(self, now: float) -> None:
@@ -289,7 +292,7 @@ class Monitor(threading.Thread):
         if (failed or self._kill_wanted) and not self._killing:
             self._killing = True
             wait_s = 0.0
-            if failed and self._dump_stacks():
+            if failed and self._is_stuck() and self._dump_stacks():
                 wait_s = self._config.dump_timeout_s
             kill_at = now + wait_s
             self._escalation = [(kill_at, signal.SIGKILL), (kill_at + self._config.kill_timeout_s, None)]
@@ -303,20 +306,19 @@ class Monitor(threading.Thread):
                     _log.warning("rank %d has not stopped in time; sending %s", process.rank, number.name)
                 process.send_signal(number)
 
+    def _is_stuck(self) -> bool:
+        return self._started_late or isinstance(self.group.failure, StepTimeout)
+
     def _dump_stacks(self) -> bool:
         """Have stuck ranks write their stacks to stderr, and so to the log. A rank that was just spawned can't yet."""
-        failure = self.group.failure
-        stuck = isinstance(failure, StepTimeout) or (isinstance(failure, StartupError) and not failure.exit_codes)
         ranks = [
             process
             for process in self.group.processes
             if self.group.inbox.liveness[process.rank].phase not in (Phase.SPAWNING, Phase.STARTING, Phase.GONE)
         ]
-        if not stuck or not ranks:
-            return False
         for process in ranks:
             process.send_signal(DUMP_SIGNAL)
-        return True
+        return bool(ranks)
 
     # Between the turns.
 

@@ -57,7 +57,7 @@ class MpGroup:
         forked: list[WorkerProcess] = []
         if config.start_method != "spawn":
             # Before this group has a thread or a ZeroMQ context.
-            forked = mp.fork(config.start_method, boots, environments)
+            forked = mp.fork(config.start_method, boots, environments, config.worker)
 
         def launch() -> list[WorkerProcess]:
             return forked or [mp.spawn(boot, env) for boot, env in zip(boots, environments, strict=True)]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from stepcast.bus.errors import ConfigError
 from stepcast.workers.model_config import read_model_config, text_config
 
@@ -75,7 +76,7 @@ class Tokenizer:
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             # The template writes the special tokens itself.
-            ids = self._tokenizer.encode(self._render(messages, chat), add_special_tokens=False).ids
+            ids = self._tokenizer.encode(self._render(messages, chat=chat), add_special_tokens=False).ids
         if not ids:
             raise ConfigError("the prompt is empty: it has no token")
         return ids
@@ -93,7 +94,7 @@ class Tokenizer:
         """Return a new incremental detokenizer, for one answer."""
         return Detokenizer(self)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], chat: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], *, chat: bool) -> str:
         if not chat or self._template is None:
             raise ConfigError("a conversation needs a chat template" + (", which the model lacks" if chat else ""))
         try:
@@ -180,7 +181,7 @@ def _raise_template_error(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.now().astimezone().strftime(format)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

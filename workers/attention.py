@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from stepcast.bus.errors import ConfigError
 from torch import Tensor
 from torch.nn import functional
+
+from stepcast.bus.errors import ConfigError
 
 #: The name by which a model is told to use `packed_attention`.
 PACKED = "stepcast_packed"
@@ -85,12 +86,12 @@ class Span:
     tokens: Sequence[int]
 
 
-def packed_attention(  # noqa: PLR0913 - transformers' signature
+def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - transformers passes it
     *,
     spans: Sequence[Span],
     scaling: float | None = None,
@@ -117,8 +118,7 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
     for name in ("sliding_window", "softcap", "s_aux"):
         if options.get(name) is not None:
             raise ConfigError(f"the model's attention uses {name}, which CausalLM does not support")
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    layer: Any = module.layer_idx
     outputs, start = [], 0
     for span in spans:
         part = slice(start, start + len(span.tokens))

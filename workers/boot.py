@@ -45,11 +45,12 @@ def main() -> NoReturn:
     sys.exit(run_worker(BootConfig.from_bytes(data)))
 
 
-def run_worker(boot: BootConfig) -> int:
+def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> int:
     """Be one rank, until the driver says STOP or something fails.
 
     Args:
         boot: what the launcher has handed over.
+        worker_class: the worker's class, where this process has it already.
 
     Returns:
         The exit code.
@@ -66,7 +67,7 @@ def run_worker(boot: BootConfig) -> int:
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     board = Board()
     configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
-    return _Rank(boot, board, watch).run()
+    return _Rank(boot, board, watch, worker_class).run()
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
@@ -76,9 +77,12 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 class _Rank:
     """The sockets and threads of one rank."""
 
-    def __init__(self, boot: BootConfig, board: Board, watch: DriverWatch) -> None:
+    def __init__(
+        self, boot: BootConfig, board: Board, watch: DriverWatch, worker_class: type[Worker] | None
+    ) -> None:
         self._boot = boot
         self._board = board
+        self._worker_class = worker_class
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._steps = StepSubscriber(
             self._context,
@@ -128,7 +132,7 @@ class _Rank:
     def _set_up(self) -> Worker:
         boot = self._boot
         self._tell(Phase.IMPORTING)
-        worker = load_worker_class(boot.worker)()
+        worker = (self._worker_class or load_worker_class(boot.worker))()
         self._tell(Phase.LOADING)
         worker.setup(
             RankInfo(

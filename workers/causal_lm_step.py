@@ -226,9 +226,10 @@ def _admission(entry: Any) -> Admission:
 
 
 def _decode(entry: Any) -> Decode:
-    if not isinstance(entry, list | tuple) or len(entry) != 3 or not _is_int(entry[1]) or not _is_int(entry[2]):
-        raise ValueError("an entry of a step's 'decode' must be [id, token, position]")
-    return Decode(_sequence_id(entry[0]), entry[1], entry[2])
+    match entry:
+        case [id, token, position] if _is_int(token) and _is_int(position):
+            return Decode(_sequence_id(id), token, position)
+    raise ValueError("an entry of a step's 'decode' must be [id, token, position]")
 
 
 def _sequence_id(value: Any) -> SequenceId:

@@ -15,6 +15,7 @@ from .base import Worker
 SCRIPT_MODULE = "__stepcast_main__"
 
 _loading_script = False
+_reached_executor = False
 
 
 class ScriptReachedExecutorError(BaseException):
@@ -31,7 +32,9 @@ def stop_if_loading_script() -> None:
     Raises:
         ScriptReachedExecutorError: this process is a worker that loads the script for its class.
     """
+    global _reached_executor  # noqa: PLW0603 - one script, once in the life of the process
     if _loading_script:
+        _reached_executor = True
         raise ScriptReachedExecutorError
 
 
@@ -71,8 +74,10 @@ def _load_script(path: str) -> Any:
     _loading_script = True
     try:
         spec.loader.exec_module(module)
-    except ScriptReachedExecutorError:
-        pass
+    except BaseException:
+        # Once it has come that far, whatever the script makes of being stopped there does not matter.
+        if not _reached_executor:
+            raise
     finally:
         _loading_script = False
     return module

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from stepcast.bus.errors import ConfigError
 from torch import Tensor
 from transformers.distributed import DistributedConfig
+
+from stepcast.bus.errors import ConfigError
 
 from .attention import PACKED, KVCache, Span, packed_attention
 from .model_config import text_config

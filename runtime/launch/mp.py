@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import multiprocessing
@@ -10,10 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
+from stepcast.workers.base import Worker
 from stepcast.workers.boot import run_worker
 from stepcast.workers.boot_config import BootConfig
 
@@ -59,13 +61,19 @@ def spawn(boot: BootConfig, environment: Mapping[str, str]) -> WorkerProcess:
     return SpawnedProcess(boot.rank, popen)
 
 
-def fork(method: str, boots: Sequence[BootConfig], environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess]:
+def fork(
+    method: str,
+    boots: Sequence[BootConfig],
+    environments: Sequence[Mapping[str, str]],
+    worker: str | type[Worker],
+) -> list[WorkerProcess]:
     """Start all ranks by multiprocessing's "fork" or "forkserver".
 
     Args:
         method: the start method.
         boots: what each rank is told.
         environments: each rank's whole environment; set in the child, after the modules that this process has imported.
+        worker: the worker's class, where a fork can take it as it is; else its name.
 
     Returns:
         The processes.
@@ -77,6 +85,7 @@ def fork(method: str, boots: Sequence[BootConfig], environments: Sequence[Mappin
     context: Any = multiprocessing.get_context(method)
     started: list[WorkerProcess] = []
     siblings: list[int] = []
+    inherited_class = worker if method == "fork" and isinstance(worker, type) else None
     try:
         for boot, environment in zip(boots, environments, strict=True):
             stdout_read, stdout_write = context.Pipe(duplex=False)
@@ -85,10 +94,11 @@ def fork(method: str, boots: Sequence[BootConfig], environments: Sequence[Mappin
             inherited = [*siblings, stdout_read.fileno(), stderr_read.fileno()] if method == "fork" else []
             process = context.Process(
                 target=_run_forked,
-                args=(boot, dict(environment), stdout_write, stderr_write, inherited),
+                args=(boot, dict(environment), stdout_write, stderr_write, inherited, inherited_class),
                 name=f"stepcast-rank-{boot.rank}",
             )
-            process.start()
+            with _main_module_hidden():
+                process.start()
             stdout_write.close()
             stderr_write.close()
             outputs = (_as_file(stdout_read), _as_file(stderr_read))
@@ -114,6 +124,7 @@ def _run_forked(
     stdout: Connection,
     stderr: Connection,
     inherited: Sequence[int],
+    worker: type[Worker] | None,
 ) -> None:
     os.dup2(stdout.fileno(), 1)
     os.dup2(stderr.fileno(), 2)
@@ -127,7 +138,21 @@ def _run_forked(
     os.environ.clear()
     os.environ.update(environment)
     _restore_signals()
-    sys.exit(run_worker(boot))
+    sys.exit(run_worker(boot, worker))
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep a fork server's children from running the embedder's script again: what they need of it, they load."""
+    main = sys.modules["__main__"]
+    names = vars(main)
+    hidden = {name: names[name] for name in ("__file__", "__spec__") if name in names}
+    names.pop("__file__", None)
+    names["__spec__"] = None
+    try:
+        yield
+    finally:
+        names.update(hidden)
 
 
 def _restore_signals() -> None:
