@@ -33,7 +33,7 @@ class RunDirectory:
 
     Args:
         root: where to make it; None for the platform's temporary directory. When its path is too long for a socket,
-            /tmp and /var/tmp are tried.
+            /tmp and /var/tmp are tried. A root that is given must be a writable directory.
 
     Raises:
         ConfigError: no directory that is writable and short enough was found.
@@ -114,10 +114,12 @@ def _usable_root(root: str | os.PathLike[str] | None) -> Path:
         longest = len(os.fsencode(resolved)) + 1 + len(_PREFIX) + _RANDOM_BYTES + 1 + len(_LONGEST_NAME)
         if longest > MAX_SOCKET_PATH_BYTES:
             refused.append(f"{resolved} (a socket path in it would have {longest} bytes)")
-        elif not os.access(resolved, os.W_OK | os.X_OK):
-            refused.append(f"{resolved} (not writable)")
-        else:
+        elif os.access(resolved, os.W_OK | os.X_OK) and resolved.is_dir():
             return resolved
+        else:
+            refused.append(f"{resolved} (not a writable directory)")
+            if root is not None and candidate is wanted:
+                break  # asked for by name: another one would be a surprise
     raise ConfigError(
         f"no directory for the run's sockets: tried {', '.join(refused)}; set run_dir to a writable directory whose "
         f"socket paths stay within {MAX_SOCKET_PATH_BYTES} bytes"

@@ -98,6 +98,17 @@ class Publisher:
             and self._in_flight_bytes + size <= self._max_in_flight_bytes
         )
 
+    def acknowledged(self, rank: int) -> int:
+        """The last message that a rank has answered.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Its sequence number.
+        """
+        return self._acknowledged[rank]
+
     def working_on(self, rank: int) -> tuple[int, int] | None:
         """The oldest message that a rank has not answered.
 

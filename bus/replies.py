@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,6 +12,8 @@ import zmq
 
 from .frames import HEADER_BYTES, TIMES_BYTES, BadFrame, Flag, Header, Kind, Wire
 from .subscriber import HEAD_ROOM_BYTES, receive_buffers
+
+_WAKE_ENDPOINT = "inproc://wake"
 
 _log = logging.getLogger("stepcast.bus")
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -68,6 +71,13 @@ class ReplyReader:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + HEAD_ROOM_BYTES)
         self._socket.bind(endpoint)
+        self._timeout_ms = -1
+        # What wakes a thread that is blocked in `receive` comes the same way as the replies.
+        self._socket.bind(_WAKE_ENDPOINT)
+        self._wake_lock = threading.RLock()  # a signal handler or a finalizer may come in between
+        self._wake_socket = context.socket(zmq.PUSH)
+        self._wake_socket.setsockopt(zmq.LINGER, 0)
+        self._wake_socket.connect(_WAKE_ENDPOINT)
 
     @property
     def endpoint(self) -> str:
@@ -90,22 +100,60 @@ class ReplyReader:
                 head = self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 return None
-            try:
-                header = self._wire.parse(head)
-            except BadFrame as problem:
-                receive_buffers(self._socket)
+            reply = self._judge(head)
+            if reply is not None:
+                return reply
+
+    def receive(self, timeout_s: float) -> Reply | None:
+        """Wait for the next reply.
+
+        Args:
+            timeout_s: the longest to wait, in seconds.
+
+        Returns:
+            The reply; None where the time passed, `wake` was called, or what came was dropped.
+        """
+        # Rounded up: a wait that ends a moment too early would spin.
+        timeout_ms = int(timeout_s * 1000) + 1
+        if timeout_ms != self._timeout_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+            self._timeout_ms = timeout_ms
+        try:
+            head = self._socket.recv()
+        except zmq.Again:
+            return None
+        return self._judge(head)
+
+    def wake(self) -> None:
+        """Have a thread that is blocked in `receive` return. Safe in any thread."""
+        with self._wake_lock:
+            if not self._wake_socket.closed:
+                try:
+                    self._wake_socket.send(b"", _NOBLOCK)
+                except zmq.Again:  # so many lie there unread that nobody needs another
+                    return
+
+    def _judge(self, head: bytes) -> Reply | None:
+        try:
+            header = self._wire.parse(head)
+        except BadFrame as problem:
+            receive_buffers(self._socket)
+            if head:  # else it was `wake`
                 self._drop(problem.reason, str(problem))
-                continue
-            start = _PAYLOAD_START[header.kind]
-            frames: list[bytes | memoryview] = [memoryview(head)[start:]] if len(head) > start else []
-            if header.flags & _BUFFERS:
-                frames += receive_buffers(self._socket)
-            if 0 <= header.rank < self._world_size:
-                return Reply(header, head[HEADER_BYTES:start], frames)
-            self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
+            return None
+        start = _PAYLOAD_START[header.kind]
+        frames: list[bytes | memoryview] = [memoryview(head)[start:]] if len(head) > start else []
+        if header.flags & _BUFFERS:
+            frames += receive_buffers(self._socket)
+        if 0 <= header.rank < self._world_size:
+            return Reply(header, head[HEADER_BYTES:start], frames)
+        self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
+        return None
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the sockets."""
+        with self._wake_lock:
+            self._wake_socket.close()
         self._socket.close()
 
     def _drop(self, reason: str, detail: str) -> None:

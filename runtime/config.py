@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -28,6 +27,8 @@ START_METHODS = ("spawn", "fork", "forkserver")
 LOG_FORMATS = ("console", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MIB = 1 << 20
+#: The kernel's and ZeroMQ's waits are told in milliseconds, as C ints.
+_MAX_SECONDS = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +114,13 @@ class ExecutorConfig:
             )
         if self.backend == "uni" and self.world_size != 1:
             raise ConfigError(f"backend='uni' runs one rank, but world_size={self.world_size}: use backend='mp'")
+        _check_environment(self.worker_env)
         try:
-            msgpack.packb(dict(self.worker_options))
+            options = msgpack.unpackb(msgpack.packb(dict(self.worker_options)), strict_map_key=False)
         except (TypeError, ValueError, OverflowError) as problem:
             raise ConfigError(f"worker_options must hold plain MessagePack values: {problem}") from None
-        # Frozen through and through: a caller's later change to its own dict must not reach a running group.
-        object.__setattr__(self, "worker_options", MappingProxyType(dict(self.worker_options)))
+        # Copied through and through: a caller's later change to its own values must not reach a running group.
+        object.__setattr__(self, "worker_options", MappingProxyType(options))
         object.__setattr__(self, "worker_env", MappingProxyType(dict(self.worker_env)))
 
     @property
@@ -212,8 +214,8 @@ def _check_type(name: str, type_name: str, value: Any) -> None:
         fits = isinstance(value, int) and not isinstance(value, bool)
     elif type_name == "float":
         fits = isinstance(value, int | float) and not isinstance(value, bool)
-        if fits and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name}={value!r}: must be a finite number of seconds above 0")
+        if fits and not 0 < value <= _MAX_SECONDS:
+            raise ConfigError(f"{name}={value!r}: must be a number of seconds above 0, at most {_MAX_SECONDS}")
     elif type_name.startswith("Mapping"):
         fits = isinstance(value, Mapping)
     elif type_name in ("str", "str | None"):
@@ -222,6 +224,14 @@ def _check_type(name: str, type_name: str, value: Any) -> None:
         fits = True
     if not fits:
         raise ConfigError(f"{name}={value!r}: must be of type {type_name}, is {type(value).__name__}")
+
+
+def _check_environment(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise ConfigError(f"worker_env[{name!r}]={value!r}: names and values must be of type str")
+        if not name or "=" in name or "\0" in name + value:
+            raise ConfigError(f"worker_env[{name!r}]={value!r}: the name must not be empty or hold '=', and neither may hold NUL")
 
 
 def _check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

@@ -21,7 +21,8 @@ from stepcast.bus.errors import ProtocolError, StepcastError
 from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import HeartbeatTimer
 from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import ReplyReader
+from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.workers.loop import MAX_FAILURE_BYTES
 
 from . import failures
 from .config import ExecutorConfig
@@ -71,7 +72,7 @@ class Group:
         config: the settings.
         directory: the run's private directory.
         run_id: 16 bytes.
-        monitor_reads: tells the monitor to read the replies, or to leave them to a thread that waits.
+        watch: has the monitor watch the reply socket's descriptor, or not.
         wake_monitor: makes the monitor look at everything once.
         clock: a monotonic clock, in seconds.
 
@@ -88,7 +89,7 @@ class Group:
         directory: RunDirectory,
         run_id: bytes,
         *,
-        monitor_reads: Callable[[bool], None],
+        watch: Callable[[bool], None],
         wake_monitor: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,20 +120,13 @@ class Group:
             run_id=run_id,
             epoch=self.epoch,
             world_size=config.world_size,
-            max_message_bytes=config.max_message_bytes,
+            max_message_bytes=max(config.max_message_bytes, MAX_FAILURE_BYTES),
         )
         now = clock()
         self.heartbeat = HeartbeatTimer(config.heartbeat_interval_s, now)
         self.pending = PendingTable(config.world_size, config.failure_grace_s)
-        self.inbox = Inbox(self.replies, self.publisher, self.pending, config.world_size, now)
-        self._pump = Pump(
-            self.replies.fd,
-            read=self._read_for_waiter,
-            next_deadline=self.pending.next_deadline,
-            monitor_reads=monitor_reads,
-            wake_monitor=wake_monitor,
-            clock=clock,
-        )
+        self.inbox = Inbox(self.publisher, self.pending, config.world_size, now)
+        self.pump = Pump(self.replies, self, watch=watch, wake_monitor=wake_monitor)
 
     # The way of a step.
 
@@ -195,7 +189,7 @@ class Group:
             timeout_s: the longest to wait; None for the limits of the step itself.
         """
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        if not self._pump.read_until(lambda: entry.settled, deadline):
+        if not self.pump.read_until(lambda: entry.settled, deadline):
             with self.lock:
                 if entry.settled and entry.future is None:
                     return
@@ -253,7 +247,34 @@ class Group:
             settled = self.pending.take_settled()
         if settled:
             settle(settled)
-            self._pump.wake()
+            self.pump.wake()
+
+    # What the pump uses, in the thread that reads.
+
+    def take(self, reply: Reply | None) -> None:
+        """Take a reply, or None where a limit may have passed; give out the outcomes."""
+        with self.lock:
+            now = self.clock()
+            rare = reply is not None and self.inbox.take(reply, now)
+            if self.pending.degraded != (self.state is GroupState.DEGRADED) and self.state.accepts_steps:
+                self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
+            deadline = self.pending.next_deadline()
+            if deadline is not None and deadline <= now:
+                self.expire(now)
+            self._room.notify_all()
+            settled = self.pending.take_settled()
+        if settled:
+            settle(settled)
+        if rare:
+            self._wake_monitor()
+
+    def next_deadline(self) -> float | None:
+        """The clock's reading at which a limit may pass."""
+        return self.pending.next_deadline()
+
+    def has_waiting(self) -> bool:
+        """Whether an outcome is wanted that is not known yet."""
+        return self.pending.has_waiting()
 
     # What the monitor uses. It holds the lock in all of these.
 
@@ -284,20 +305,6 @@ class Group:
         self.heartbeat.published(self.clock())
         return True
 
-    def read_replies(self, now: float) -> bool:
-        """Take all replies that have come.
-
-        Returns:
-            Whether there was one that the monitor wants to know of.
-        """
-        if self._closed:
-            return False
-        rare = self.inbox.read(now)
-        if self.pending.degraded != (self.state is GroupState.DEGRADED) and self.state.accepts_steps:
-            self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
-        self._room.notify_all()
-        return rare
-
     def expire(self, now: float) -> None:
         """Judge what is late."""
         error = self.pending.expire(now, self.inbox.phases())
@@ -305,8 +312,8 @@ class Group:
             self.fail(error)
 
     def close(self) -> None:
-        """Close the sockets. Called without the lock, when every process has ended and every future is resolved."""
-        self._pump.close(self.config.kill_timeout_s)
+        """Close the sockets. Called without the lock, when every process has ended and every outcome is given out."""
+        self.pump.close(self.config.kill_timeout_s)
         with self.lock:
             self._closed = True
             self.publisher.close()
@@ -337,7 +344,10 @@ class Group:
             carried = self.pending.take_carried_failure()
             if carried is not None:
                 raise carried
-            return self._publish(request, with_future=with_future)
+            entry = self._publish(request, with_future=with_future)
+        if with_future:
+            self.pump.attend()
+        return entry
 
     def _publish(self, request: Request, *, with_future: bool) -> Pending | None:
         kind, name, frames, size, gather, answer_rank, limit, hard_limit = request
@@ -373,19 +383,6 @@ class Group:
         def has_room() -> bool:
             return not self.state.accepts_steps or (not refused and self.publisher.has_credit(request.size))
 
-        if not self._pump.read_until(has_room, deadline):
+        if not self.pump.read_until(has_room, deadline):
             with self._room:  # another thread reads
                 self._room.wait_for(has_room, deadline - self.clock())
-
-    def _read_for_waiter(self) -> None:
-        """One turn of a waiting thread: read, judge, resolve."""
-        with self.lock:
-            now = self.clock()
-            if self.read_replies(now):
-                self._wake_monitor()
-            deadline = self.pending.next_deadline()
-            if deadline is not None and deadline <= now:
-                self.expire(now)
-            settled = self.pending.take_settled()
-        if settled:
-            settle(settled)

@@ -10,11 +10,13 @@ import msgpack
 from stepcast.bus import codec
 from stepcast.bus.errors import ProtocolError
 from stepcast.bus.frames import Flag, Kind
-from stepcast.bus.liveness import Phase, RankLiveness
+from stepcast.bus.liveness import Phase, RankLiveness, TailGap
 from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.replies import Reply
 
 from .pending import PendingTable
+
+_RESULT = int(Kind.RESULT)
 
 _log = logging.getLogger("stepcast.runtime")
 
@@ -23,7 +25,6 @@ class Inbox:
     """Takes the replies of one group. The caller serialises.
 
     Args:
-        replies: the reply socket.
         publisher: learns what is answered, and replays what is missing.
         pending: the steps under way.
         world_size: the number of ranks.
@@ -35,22 +36,20 @@ class Inbox:
         loaded: ranks whose worker is set up.
         said_bye: ranks that have torn their worker down.
         broken: ranks that raised outside a step: the exception's type, text and traceback.
-        unreplayable: what a rank misses and the store no longer has.
+        unrecoverable: messages of a rank, or for it, are lost for good.
         malformed: messages dropped because their payload could not be understood.
     """
 
-    def __init__(
-        self, replies: ReplyReader, publisher: Publisher, pending: PendingTable, world_size: int, now: float
-    ) -> None:
-        self._replies = replies
+    def __init__(self, publisher: Publisher, pending: PendingTable, world_size: int, now: float) -> None:
         self._publisher = publisher
         self._pending = pending
         self.liveness = [RankLiveness(last_heard=now, phase_since=now) for _ in range(world_size)]
         self.greeted: list[set[str]] = [set() for _ in range(world_size)]
         self.loaded: set[int] = set()
         self.said_bye: set[int] = set()
+        self._lost = [TailGap() for _ in range(world_size)]
         self.broken: dict[int, Sequence[str]] = {}
-        self.unreplayable: ProtocolError | None = None
+        self.unrecoverable: ProtocolError | None = None
         self.malformed = 0
 
     @property
@@ -58,34 +57,32 @@ class Inbox:
         """Whether every rank has received PROBE over both of its sockets."""
         return all(len(sockets) == 2 for sockets in self.greeted)  # noqa: PLR2004 - step and control
 
-    def read(self, now: float) -> bool:
-        """Take all replies that have come.
+    def take(self, reply: Reply, now: float) -> bool:
+        """Take a reply.
 
         Args:
+            reply: the reply.
             now: the clock's reading.
 
         Returns:
-            Whether there was one that is not an answer to a step: the monitor wants to know.
+            Whether it is not an answer to a step: the monitor wants to know.
         """
-        rare = False
-        while (reply := self._replies.read()) is not None:
-            header = reply.header
-            told = self.liveness[header.rank]
-            told.last_heard = now
-            if header.kind == Kind.RESULT:
-                told.phase, told.phase_since = Phase.IDLE, now
-                told.sequence, told.step = header.sequence, header.step
-                self._publisher.acknowledge(header.rank, header.sequence)
-                if header.step:
-                    self._pending.result(header.rank, header.sequence, reply.frames, reply.times)
-                continue
-            rare = True
-            try:
-                self._take_rare(reply, told, now)
-            except (ProtocolError, ValueError, TypeError, IndexError) as problem:
-                self.malformed += 1
-                _log.warning("dropped a malformed message of rank %d: %s", header.rank, problem)
-        return rare
+        header = reply.header
+        told = self.liveness[header.rank]
+        told.last_heard = now
+        if header.kind == _RESULT:
+            told.phase, told.phase_since = Phase.IDLE, now
+            told.sequence, told.step = header.sequence, header.step
+            self._publisher.acknowledge(header.rank, header.sequence)
+            if header.step:
+                self._pending.result(header.rank, header.sequence, reply.frames, reply.times)
+            return not header.step
+        try:
+            self._take_rare(reply, told, now)
+        except (ProtocolError, ValueError, TypeError, IndexError) as problem:
+            self.malformed += 1
+            _log.warning("dropped a malformed message of rank %d: %s", header.rank, problem)
+        return True
 
     def phase(self, rank: int) -> Phase:
         """What a rank is doing, as far as is known: an idle rank that has something to answer is at it by now."""
@@ -116,6 +113,8 @@ class Inbox:
             told.sequence, told.step = header.sequence, header.step
             if header.kind == Kind.READY and phase == Phase.IDLE:
                 self.loaded.add(rank)
+            if header.kind == Kind.ALIVE:
+                self._look_for_lost_answer(rank, told)
         elif header.kind == Kind.HELLO:
             self.greeted[rank].add("step" if header.flags & Flag.STEP_SOCKET else "control")
         elif header.kind == Kind.BYE:
@@ -123,10 +122,22 @@ class Inbox:
         elif header.kind == Kind.GAP:
             self._replay(rank, header.sequence)
 
+    def _look_for_lost_answer(self, rank: int, told: RankLiveness) -> None:
+        # The mirror image of a lost step: the rank is idle, and has answered more than has come here.
+        answered = self._publisher.acknowledged(rank)
+        if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase is Phase.IDLE):
+            self.unrecoverable = ProtocolError(
+                f"an answer of rank {rank} was lost: it says that it has answered message {told.sequence}, "
+                f"the last that came here is that to message {answered}; the group has ended: start a new executor",
+                expected=str(told.sequence),
+                got=str(answered),
+                rank=rank,
+            )
+
     def _replay(self, rank: int, first: int) -> None:
         try:
             count = self._publisher.replay(first)
         except ProtocolError as problem:
-            self.unreplayable = ProtocolError(f"rank {rank} misses messages, and {problem}", rank=rank)
+            self.unrecoverable = ProtocolError(f"rank {rank} misses messages, and {problem}", rank=rank)
             return
         _log.warning("rank %d misses message %d; published %d messages again", rank, first, count)

@@ -6,7 +6,6 @@ life. It is the one that spawns, so that the kernel ends the workers when it end
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -27,6 +26,7 @@ from .config import ExecutorConfig
 from .group import Group
 from .launch.process import WorkerProcess
 from .output import OutputRelay
+from .pump import MONITOR_LOOK_S
 from .state import GroupState
 
 #: PROBE is published less and less often, down to once in this time.
@@ -34,6 +34,7 @@ _MAX_PROBE_INTERVAL_S = 1.0
 _PROBE_BACKOFF = 1.5
 #: How long the end of a dead rank's stderr, or its last message, may take to arrive.
 _LAST_WORDS_S = 0.3
+_LAST_WORDS_POLL_MS = 10
 #: How often processes are looked at where the kernel has no pidfd.
 _NO_PIDFD_POLL_S = 0.1
 
@@ -76,13 +77,14 @@ class Monitor(threading.Thread):
         self.on_failure: list[Callable[[StepcastError], None]] = []
         self.on_end: Callable[[], object] = lambda: None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.RLock()  # a finalizer may come in between
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self.group = Group(
-            config, directory, run_id, monitor_reads=self._read_replies, wake_monitor=self.wake, clock=clock
+            config, directory, run_id, watch=self._watch_replies, wake_monitor=self.wake, clock=clock
         )
         self._replies_fd = self.group.replies.fd
-        self._epoll.register(self._replies_fd, select.EPOLLIN)
+        self._epoll.register(self._replies_fd, 0)
         self._relay = OutputRelay()
         now = clock()
         self._start_deadline = now + config.startup_timeout_s
@@ -97,13 +99,15 @@ class Monitor(threading.Thread):
         self._escalation: list[tuple[float, signal.Signals | None]] = []
         self._patience_ended = False
         self._sentinels: dict[int, WorkerProcess] = {}
+        self._buried: set[int] = set()
 
     # Called by other threads.
 
     def wake(self) -> None:
         """Make the monitor look at everything once."""
-        with contextlib.suppress(OSError):  # it has ended
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if self._wake_fd >= 0:  # else it has ended, and the number may be another file's by now
+                os.eventfd_write(self._wake_fd, 1)
 
     def stop(self, *, kill: bool) -> None:
         """Ask for the end of the group; `ended` tells when it has come.
@@ -115,9 +119,9 @@ class Monitor(threading.Thread):
         self._kill_wanted |= kill
         self.wake()
 
-    def _read_replies(self, reads: bool) -> None:  # noqa: FBT001 - a switch, and nothing else
+    def _watch_replies(self, watch: bool) -> None:  # noqa: FBT001 - a switch, and nothing else
         try:
-            self._epoll.modify(self._replies_fd, select.EPOLLIN if reads else 0)
+            self._epoll.modify(self._replies_fd, select.EPOLLIN if watch else 0)
         except (OSError, ValueError):  # it has ended
             return
 
@@ -140,12 +144,13 @@ class Monitor(threading.Thread):
         ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
+        self.group.pump.look()
+        dead = self._newly_dead() if self._may_be_dead(ready) else []
         with self.group.lock:
             now = self._clock()
-            self.group.read_replies(now)
             self.group.publisher.drain_subscriptions()
-            if len(self._sentinels) < len(self.group.processes) or not ready.isdisjoint(self._sentinels):
-                self._look_at_processes(now)
+            for process, stderr in dead:
+                self._judge_exit(process, stderr, now)
             self._judge_reports()
             self._advance(now)
         self.group.settle()
@@ -177,62 +182,66 @@ class Monitor(threading.Thread):
             _log.error("process %s outlives SIGKILL", ", ".join(str(process.pid) for process in left))
         return not left or self._patience_ended
 
-    # One turn's work; the group's lock is held.
+    def _may_be_dead(self, ready: set[int]) -> bool:
+        return len(self._sentinels) < len(self.group.processes) or not ready.isdisjoint(self._sentinels)
 
-    def _look_at_processes(self, now: float) -> None:
-        group = self.group
+    def _newly_dead(self) -> list[tuple[WorkerProcess, str]]:
+        """Find the processes that have ended, and their last lines on stderr. Waits a little for their last words."""
         dead = [
             process
-            for process in group.processes
-            if process.exit_code() is not None and group.inbox.liveness[process.rank].phase is not Phase.GONE
+            for process in self.group.processes
+            if process.exit_code() is not None and process.rank not in self._buried
         ]
         # Where one rank's death makes others fail, the one that a signal has killed was first.
-        for process in sorted(dead, key=lambda process: process.exit_code() or 0):
+        dead.sort(key=lambda process: process.exit_code() or 0)
+        for process in dead:
+            self._buried.add(process.rank)
             if process.sentinel is not None:
                 self._epoll.unregister(process.sentinel)
-            self._judge_exit(process, now)
-            group.inbox.liveness[process.rank].told(now, Phase.GONE)
+            if process.exit_code() == EXIT_FAILED:
+                self._hear_last_words(process.rank)
+        return [(process, self._relay.stderr_tail(process.rank, _LAST_WORDS_S)) for process in dead]
+
+    def _hear_last_words(self, rank: int) -> None:
+        """The rank has said why it ends; its message may be on its way still."""
+        deadline = self._clock() + _LAST_WORDS_S
+        poll = select.poll()
+        poll.register(self._replies_fd, select.POLLIN)
+        self.group.pump.look()
+        while rank not in self.group.inbox.broken and self._clock() < deadline:
+            poll.poll(_LAST_WORDS_POLL_MS)
+            self.group.pump.look()
+
+    # One turn's work; the group's lock is held.
+
+    def _judge_exit(self, process: WorkerProcess, stderr: str, now: float) -> None:
+        group = self.group
+        rank, phase = process.rank, str(group.inbox.phase(process.rank))
+        silent_for_s = now - group.inbox.liveness[rank].last_heard
+        group.inbox.liveness[rank].told(now, Phase.GONE)
+        in_good_order = process.exit_code() == 0 and rank in group.inbox.said_bye
+        if group.state is GroupState.FAILED or self._kill_wanted or in_good_order or rank in group.inbox.broken:
+            return  # it was to end, or has said why it does
+        if group.state is GroupState.STARTING:
+            group.fail(failures.start_lost(process, phase, stderr))
+        else:
+            group.fail(failures.worker_lost(process, phase, silent_for_s, stderr))
 
     def _judge_reports(self) -> None:
         group = self.group
         for rank, description in list(group.inbox.broken.items()):
             self._judge_broken(rank, description)
-        if group.inbox.unreplayable is not None:
-            group.fail(group.inbox.unreplayable)
-
-    def _judge_exit(self, process: WorkerProcess, now: float) -> None:
-        group = self.group
-        in_good_order = process.exit_code() == 0 and process.rank in group.inbox.said_bye
-        if group.state is GroupState.FAILED or self._kill_wanted or in_good_order:
-            return
-        if process.exit_code() == EXIT_FAILED:
-            self._hear_last_words(process.rank)
-        if process.rank in group.inbox.broken:
-            return  # it has said why
-        phase = str(group.inbox.phase(process.rank))
-        stderr = self._relay.stderr_tail(process.rank, _LAST_WORDS_S)
-        if group.state is GroupState.STARTING:
-            group.fail(failures.start_lost(process, phase, stderr))
-        else:
-            silent_for_s = now - group.inbox.liveness[process.rank].last_heard
-            group.fail(failures.worker_lost(process, phase, silent_for_s, stderr))
+        if group.inbox.unrecoverable is not None:
+            group.fail(group.inbox.unrecoverable)
 
     def _judge_broken(self, rank: int, description: Sequence[str]) -> None:
         del self.group.inbox.broken[rank]
         if self.group.state is GroupState.STARTING:
             phase = str(self.group.inbox.liveness[rank].phase)
-            stderr = self._relay.stderr_tail(rank, _LAST_WORDS_S)
+            stderr = self._relay.stderr_tail(rank, 0)
             self.group.fail(failures.start_raised(rank, phase, description, stderr))
         else:
             self.group.fail(failures.rank_broken(rank, description))
-
-    def _hear_last_words(self, rank: int) -> None:
-        deadline = self._clock() + _LAST_WORDS_S
-        poll = select.poll()
-        poll.register(self._replies_fd, select.POLLIN)
-        while rank not in self.group.inbox.broken and (remaining_s := deadline - self._clock()) > 0:
-            poll.poll(int(remaining_s * 1000) + 1)
-            self.group.read_replies(self._clock())
 
     def _advance(self, now: float) -> None:
         state = self.group.state
@@ -328,7 +337,7 @@ class Monitor(threading.Thread):
             state = self.group.state
             due = [when for when, _ in self._escalation[:1]]
             if state not in (GroupState.STOPPING, GroupState.FAILED):
-                due.append(now + self.group.heartbeat.remaining_s(now))
+                due += [now + self.group.heartbeat.remaining_s(now), now + MONITOR_LOOK_S]
             if state is GroupState.STARTING:
                 due += [self._start_deadline] if self.group.inbox.all_greeted else [self._start_deadline, self._next_probe]
             if state.accepts_steps and (deadline := self.group.pending.next_deadline()) is not None:
@@ -374,7 +383,9 @@ class Monitor(threading.Thread):
         group.close()
         self._directory.remove()
         self._epoll.close()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         self.on_end()
         self.started.set()
         self.ended.set()

@@ -111,7 +111,7 @@ class Pending:
         answers: what has been answered, by rank.
         times: when each rank worked on it, for `parse_times`, by rank.
         failure: the first failure that a rank reported.
-        failed_at: when that was.
+        failed_at: when that was; never for an answer that only the driver could not read.
         ready: the outcome is known, and given out in its turn.
         settled: the outcome was given out: `value` or `error`.
     """
@@ -130,7 +130,7 @@ class Pending:
     answers: dict[int, Any] = field(default_factory=dict)
     times: dict[int, bytes] = field(default_factory=dict)
     failure: StepFailed | None = None
-    failed_at: float = 0.0
+    failed_at: float = math.inf
     ready: bool = False
     settled: bool = False
     value: Any = None
@@ -176,6 +176,10 @@ class PendingTable:
 
     def __len__(self) -> int:
         return len(self._by_sequence)
+
+    def has_waiting(self) -> bool:
+        """Whether some step's outcome has not been given out."""
+        return bool(self._order)
 
     def add(self, entry: Pending) -> None:
         """Add a message that has just been published."""
@@ -233,10 +237,11 @@ class PendingTable:
                 exception_type=exception_type,
                 traceback=trace,
             )
-            entry.failed_at = now
-            self._earliest = min(self._earliest, now + self._failure_grace_s)
+            entry.ready = False  # an outcome that is not given out yet waits for every rank now
         else:
             entry.failure.failed_ranks += (rank,)
+        entry.failed_at = min(entry.failed_at, now)
+        self._earliest = min(self._earliest, *self._deadlines(entry))
         self._judge(entry, rank)
 
     def abort(self, step: int) -> bool:
@@ -309,7 +314,7 @@ class PendingTable:
         if not entry.waiting:
             del self._by_sequence[entry.sequence]
             self.degraded = entry.failure is not None
-            if entry.failure is not None and (entry.ready or entry.settled):
+            if entry.failure is not None and entry.settled:
                 self._carried = entry.failure
             entry.ready = True
         elif entry.failure is None and not entry.needs_all and rank == entry.answer_rank:

@@ -60,7 +60,7 @@ class MpGroup:
             forked = mp.fork(config.start_method, boots, environments, config.worker)
 
         def launch() -> list[WorkerProcess]:
-            return forked or [mp.spawn(boot, env) for boot, env in zip(boots, environments, strict=True)]
+            return forked or mp.spawn_all(boots, environments)
 
         self._monitor = Monitor(config, self._directory, run_id, launch)
         self._group = self._monitor.group

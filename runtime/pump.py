@@ -1,51 +1,68 @@
 """Who reads the replies.
 
-A thread that waits for an answer reads them itself, since each hop to another thread costs more than the rest of the
-step. While it does, the monitor leaves the reply socket's descriptor alone; while nobody waits, the monitor reads. A
-second thread that waits lets the first one read for it.
+A thread that waits for an answer reads the replies itself, blocked in ZeroMQ: each hop to another thread costs more than
+the rest of the step. While nobody waits, the monitor reads them. A second thread that waits lets the first one read for
+it.
+
+The reply socket belongs to whoever holds `_reading`. It is *armed* when all that had come was read and the monitor
+watches its descriptor. A waiting thread disarms it, and leaves it so where nobody else waits for an outcome: a loop of
+steps pays for that once, not at each step. What comes meanwhile (a slow rank's answer) lies until the next step, or the
+monitor's next look, at most `MONITOR_LOOK_S` later.
 """
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 from collections.abc import Callable
+from typing import Protocol
+
+from stepcast.bus.replies import Reply, ReplyReader
+
+#: How long a reply may lie unread while nobody waits for it.
+MONITOR_LOOK_S = 0.5
+
+
+class Reading(Protocol):
+    """What is done with the replies."""
+
+    def take(self, reply: Reply | None) -> None:
+        """Take a reply, or None where a limit may have passed; give out the outcomes."""
+
+    def next_deadline(self) -> float | None:
+        """The clock's reading at which `take` must be called though nothing comes."""
+
+    def has_waiting(self) -> bool:
+        """Whether an outcome is wanted that is not known yet."""
+
+    def clock(self) -> float:
+        """A monotonic clock, in seconds."""
 
 
 class Pump:
     """Lets one thread at a time read the replies.
 
     Args:
-        fd: the reply socket's descriptor.
-        read: takes all replies that have come, and gives out the outcomes.
-        next_deadline: the clock's reading at which `read` must be called though nothing comes, or None.
-        monitor_reads: tells the monitor to read the replies, or to leave them.
+        replies: the reply socket.
+        reading: what is done with the replies.
+        watch: has the monitor watch the socket's descriptor, or not.
         wake_monitor: makes the monitor look at everything once.
-        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
         self,
-        fd: int,
+        replies: ReplyReader,
+        reading: Reading,
         *,
-        read: Callable[[], None],
-        next_deadline: Callable[[], float | None],
-        monitor_reads: Callable[[bool], None],
+        watch: Callable[[bool], None],
         wake_monitor: Callable[[], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._read = read
-        self._next_deadline = next_deadline
-        self._monitor_reads = monitor_reads
+        self._replies = replies
+        self._handler = reading
+        self._watch = watch
         self._wake_monitor = wake_monitor
-        self._clock = clock
         self._reading = threading.Lock()
+        self._armed = False
         self._closed = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
-        self._poll.register(self._wake, select.POLLIN)
 
     def read_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
         """Read in this thread until something is done.
@@ -60,46 +77,66 @@ class Pump:
         if not self._reading.acquire(blocking=False):
             return False
         try:
-            self._monitor_reads(False)
-            self._turn_until(done, deadline)
-        except BaseException:
-            # An interrupted read may have left replies that the descriptor does not show any more.
-            self._wake_monitor()
-            raise
+            if self._armed:
+                self._watch(False)
+                self._armed = False
+            while not (done() or self._closed):
+                now = self._handler.clock()
+                if deadline is not None and now >= deadline:
+                    break
+                self._handler.take(self._replies.receive(self._wait_s(now, deadline)))
+        finally:
+            self._leave()
+        return True
+
+    def look(self) -> None:
+        """Read all that has come, without waiting, and arm the socket; unless a waiting thread reads. The monitor's."""
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            self._drain_and_arm()
         finally:
             self._reading.release()
-            self._monitor_reads(True)
-        return True
+
+    def attend(self) -> None:
+        """See to it that somebody reads: called where an outcome is wanted that this thread does not wait for."""
+        if not (self._armed or self._reading.locked()):
+            self._wake_monitor()
 
     def wake(self) -> None:
         """Have the thread that reads ask again whether it is done."""
-        if self._reading.locked() and not self._closed:
-            os.eventfd_write(self._wake, 1)
+        if self._reading.locked():
+            self._replies.wake()
 
     def close(self, timeout_s: float) -> None:
-        """Let no thread read any more. All futures have been resolved.
+        """Let no thread read any more. All outcomes have been given out.
 
         Args:
             timeout_s: the longest to wait for a thread that reads: it may be in a callback of the embedder's.
         """
         self._closed = True
-        os.eventfd_write(self._wake, 1)
+        self._replies.wake()
         self._reading.acquire(timeout=timeout_s)
-        os.close(self._wake)
 
-    def _turn_until(self, done: Callable[[], bool], deadline: float | None) -> None:
-        # Whoever reads takes all there is, so the descriptor shows whatever has come since.
-        while not (done() or self._closed):
-            wait_until = self._next_deadline()
-            if deadline is not None:
-                wait_until = deadline if wait_until is None else min(wait_until, deadline)
-            timeout_ms = None
-            if wait_until is not None:
-                # Rounded up: a poll that returns a moment too early would spin.
-                timeout_ms = max(0, int((wait_until - self._clock()) * 1000) + 1)
-            for fd, _ in self._poll.poll(timeout_ms):
-                if fd == self._wake and not self._closed:
-                    os.eventfd_read(fd)
-            self._read()
-            if deadline is not None and self._clock() >= deadline:
-                return
+    def _wait_s(self, now: float, deadline: float | None) -> float:
+        wait_until = self._handler.next_deadline()
+        if deadline is not None:
+            wait_until = deadline if wait_until is None else min(wait_until, deadline)
+        return MONITOR_LOOK_S if wait_until is None else min(max(0.0, wait_until - now), MONITOR_LOOK_S)
+
+    def _leave(self) -> None:
+        try:
+            if self._handler.has_waiting():
+                self._drain_and_arm()
+        finally:
+            self._reading.release()
+        # Asked again: who has published since then saw this thread still reading, and left it to it.
+        if not self._armed and self._handler.has_waiting():
+            self._wake_monitor()
+
+    def _drain_and_arm(self) -> None:
+        while not self._closed and (reply := self._replies.read()) is not None:
+            self._handler.take(reply)
+        if not (self._armed or self._closed):
+            self._armed = True
+            self._watch(True)

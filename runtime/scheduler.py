@@ -44,8 +44,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be a positive integer, not {self.max_tokens!r}")
+        max_tokens: object = self.max_tokens
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ConfigError(f"max_tokens must be a positive integer, not {max_tokens!r}")
         try:
             self.sampling()
         except ValueError as error:

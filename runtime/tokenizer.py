@@ -107,8 +107,8 @@ class Detokenizer:
     """Turns one answer's tokens into text as they come.
 
     A token may end inside a character. That character waits until it is whole, so that no piece ever holds a part of
-    one; an answer that breaks off inside a character ends before it. So all pieces together are what `Tokenizer.decode`
-    makes of all tokens, less the U+FFFD at its end that stand for broken bytes.
+    one; an answer that breaks off inside a character ends before it. Bytes that never become a character are shown as
+    U+FFFD, once a whole character follows.
 
     Args:
         tokenizer: the model's.
@@ -137,10 +137,8 @@ class Detokenizer:
         stable = text.rstrip(_REPLACEMENT)
         piece = stable[self._given :]
         self._given = max(self._given, len(stable))
-        if stable == text:
-            if text:
-                self._whole = self._since
-            self._since, self._given = [], 0
+        if text and stable == text:
+            self._whole, self._since, self._given = self._since, [], 0
         return piece
 
 

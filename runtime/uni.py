@@ -209,7 +209,8 @@ class UniGroup:
         with tempfile.TemporaryDirectory(prefix="stepcast-uni-", dir=self.config.run_dir) as directory:
             try:
                 worker = self._set_up(Path(directory))
-                loop = WorkerLoop(worker, self, self, self._board, rank=0, output_rank=0)
+                limit = self.config.max_message_bytes
+                loop = WorkerLoop(worker, self, self, self._board, rank=0, output_rank=0, max_answer_bytes=limit)
                 with self._changed:
                     if self.state is GroupState.STARTING:
                         self._board.enter(Phase.IDLE)

@@ -1,1 +1,21 @@
-def main() -> None: ...
+"""`stepcast` and `python -m stepcast`: the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def main() -> None:
+    """Run the command line, where what it needs is installed, and exit."""
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"stepcast: the command line needs {' and '.join(missing)}: pip install 'stepcast[cli]'", file=sys.stderr)
+        sys.exit(2)
+    from stepcast.runtime.cli.app import main as run  # noqa: PLC0415 - needs what was just looked for
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

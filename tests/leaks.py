@@ -79,7 +79,7 @@ class Leaks:
             threads=[each for each in now.threads - before.threads if each.is_alive()],
             descriptors=sorted((now.descriptors - before.descriptors).elements()),
             files=sorted(
-                os.path.relpath(os.path.join(parent, name), directory)
+                str(Path(parent, name).relative_to(directory))
                 for parent, directories, files in os.walk(directory)
                 for name in directories + files
             ),
@@ -240,7 +240,8 @@ def _is_there(process: psutil.Process) -> bool:
 
 def _describe_process(process: psutil.Process) -> str:
     try:
-        with process.oneshot():
-            return f"{process.pid} ({process.status()}): {' '.join(process.cmdline()) or process.name()}"
+        status = process.status()
+        command = process.name() if status == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return f"{process.pid} (ended since)"
+    return f"{process.pid} ({status}): {command}"

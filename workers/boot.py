@@ -114,7 +114,13 @@ class _Rank:
         try:
             worker = self._set_up()
             loop = WorkerLoop(
-                worker, self._steps, self._replies, self._board, rank=boot.rank, output_rank=boot.output_rank
+                worker,
+                self._steps,
+                self._replies,
+                self._board,
+                rank=boot.rank,
+                output_rank=boot.output_rank,
+                max_answer_bytes=boot.max_message_bytes,
             )
             self._tell(Phase.IDLE)
             loop.run()

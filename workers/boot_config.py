@@ -72,4 +72,4 @@ class BootConfig:
         Returns:
             The configuration.
         """
-        return cls(**msgpack.unpackb(data))
+        return cls(**msgpack.unpackb(data, strict_map_key=False))

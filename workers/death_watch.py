@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -58,7 +59,12 @@ class DriverWatch:
             self.fd = os.pidfd_open(pid)
 
     def is_dead(self) -> bool:
-        """Tell whether the driver has died, by its id and start time."""
+        """Tell whether the driver has died, by its pidfd, and by its id and start time."""
+        if self.fd is not None:
+            poll = select.poll()
+            poll.register(self.fd, select.POLLIN)
+            if poll.poll(0):  # it may still have its entry in /proc: nobody has reaped it
+                return True
         return process_start_time(self._pid) != self._start_time
 
     def close(self) -> None:

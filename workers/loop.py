@@ -19,6 +19,8 @@ from .board import Board
 
 #: A traceback longer than this is cut in the middle: it has to fit in any message limit.
 _MAX_TRACEBACK_CHARS = 32_000
+#: No FAILURE is larger than this: type, text and traceback, at four bytes for a character.
+MAX_FAILURE_BYTES = 4 * 4 * _MAX_TRACEBACK_CHARS
 
 _GATHER = int(Flag.GATHER)
 
@@ -59,6 +61,7 @@ class WorkerLoop:
         board: where the loop tells what it is doing.
         rank: this rank.
         output_rank: the rank whose result is always sent.
+        max_answer_bytes: the largest answer, in bytes of payload and buffers.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a rank, put together once
@@ -70,6 +73,7 @@ class WorkerLoop:
         *,
         rank: int,
         output_rank: int,
+        max_answer_bytes: int,
     ) -> None:
         self._worker = worker
         self._steps = steps
@@ -77,6 +81,7 @@ class WorkerLoop:
         self._board = board
         self._rank = rank
         self._always_answers = rank == output_rank
+        self._max_answer_bytes = max_answer_bytes
         self._asked_for = 0
         self._compute: dict[int, tuple[Phase, Callable[[Message], Any]]] = {
             Kind.BEGIN: (Phase.IDLE, self._begin),
@@ -112,18 +117,27 @@ class WorkerLoop:
         try:
             answer = compute(message)
             wanted = self._always_answers or header.flags & _GATHER
-            frames = codec.encode(answer) if wanted else ()
+            frames = self._encode(answer) if wanted else ()
             kind = Kind.RESULT
         except Exception as error:  # noqa: BLE001 - whatever the worker's author raises belongs to the driver
-            frames = codec.encode(describe_error(error))
+            description = describe_error(error)
+            frames = codec.encode(description)
             kind = Kind.FAILURE
-            _log.warning("step %d failed: %s: %s", header.step, type(error).__name__, error)
+            _log.warning("step %d failed: %s: %s", header.step, *description[:2])
         times = (received_ns, time.monotonic_ns() - received_ns, 0)
         # Idle before the reply: who has the reply may ask at once what the rank is doing.
         self._board.enter(Phase.IDLE)
         self._replies.send(kind, header.sequence, header.step, frames, times=times)
         if self._board.aborted:
             self._board.forget_aborts(header.step)
+
+    def _encode(self, answer: Any) -> Sequence[bytes | memoryview]:
+        frames = codec.encode(answer, name="the answer")
+        size = sum(map(len, frames))
+        if size > self._max_answer_bytes:  # the driver would cut the connection, and never see it
+            limit = f"max_message_bytes={self._max_answer_bytes}"
+            raise ProtocolError(f"the answer has {size} bytes, over {limit}: answer less, or raise the limit")
+        return frames
 
     def _begin(self, message: Message) -> None:
         _log.debug("the epoch begins at message %d", message.header.sequence)
@@ -155,11 +169,14 @@ def describe_error(error: BaseException) -> list[str]:
     """
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = "".join(traceback.format_exception(error))
-    if len(text) > _MAX_TRACEBACK_CHARS:
+    trace = "".join(traceback.format_exception(error))
+    if len(trace) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
-        text = f"{text[:half]}\n[... cut ...]\n{text[-half:]}"
-    if isinstance(error, ProtocolError):
-        return [name, f"the answer can't be sent: {error}", text]
-    return [name, str(error)[:_MAX_TRACEBACK_CHARS], text]
+        trace = f"{trace[:half]}\n[... cut ...]\n{trace[-half:]}"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the author's __str__ may fail as well
+        text = "<its __str__ failed>"
+    # Undecodable bytes of a file's name, as surrogates, can't be sent.
+    return [part.encode("utf-8", "replace").decode() for part in (name, text[:_MAX_TRACEBACK_CHARS], trace)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepcast.bus.errors import ConfigError
 
-#: What tensor parallelism deals out in equal parts. Vocabularies may be uneven: transformers pads the last part.
+#: What tensor parallelism deals out in equal parts. A vocabulary need not divide: the last part is shorter.
 _SHARDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 

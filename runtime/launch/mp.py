@@ -24,6 +24,29 @@ from .process import ForkedProcess, SpawnedProcess, WorkerProcess
 _log = logging.getLogger("stepcast.runtime")
 
 
+def spawn_all(boots: Sequence[BootConfig], environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess]:
+    """Start all ranks in fresh interpreters.
+
+    Args:
+        boots: what each rank is told.
+        environments: each rank's whole environment.
+
+    Returns:
+        The processes.
+
+    Raises:
+        OSError: one can't be started; those before it have been killed.
+    """
+    started: list[WorkerProcess] = []
+    try:
+        for boot, environment in zip(boots, environments, strict=True):
+            started.append(spawn(boot, environment))
+    except BaseException:
+        _discard(started)
+        raise
+    return started
+
+
 def spawn(boot: BootConfig, environment: Mapping[str, str]) -> WorkerProcess:
     """Start a rank in a fresh interpreter.
 
@@ -105,10 +128,19 @@ def fork(
             siblings.extend(output.fileno() for output in outputs)
             started.append(ForkedProcess(boot.rank, process, outputs))
     except BaseException:
-        for each in started:
-            each.send_signal(signal.SIGKILL)
+        _discard(started)
         raise
     return started
+
+
+def _discard(processes: Sequence[WorkerProcess]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+        process.close()
+        for output in process.outputs:
+            output.close()
 
 
 def _as_file(connection: Connection) -> IO[bytes]:

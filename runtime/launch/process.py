@@ -40,6 +40,10 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def wait(self) -> None:
+        """Wait for the end of a process that was killed, and reap it."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Close the descriptors. The process must have been reaped."""
         raise NotImplementedError
@@ -65,6 +69,9 @@ class SpawnedProcess(WorkerProcess):
     def exit_code(self) -> int | None:
         return self._popen.poll()
 
+    def wait(self) -> None:
+        self._popen.wait()
+
     def close(self) -> None:
         if self.sentinel is not None:
             os.close(self.sentinel)
@@ -87,6 +94,9 @@ class ForkedProcess(WorkerProcess):
 
     def exit_code(self) -> int | None:
         return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
 
     def close(self) -> None:
         self.sentinel = None

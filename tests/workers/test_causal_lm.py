@@ -66,6 +66,8 @@ class Ranks:
             )
             for rank in range(3)
         ]
+
+    def wait_until_ready(self) -> None:
         assert self._answers() == ["ready"] * 3
 
     def call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -100,6 +102,7 @@ class Ranks:
 def three_ranks(directory: Path, tmp_path: Path) -> Iterator[Ranks]:
     ranks = Ranks(directory, tmp_path / "rendezvous")
     try:
+        ranks.wait_until_ready()
         yield ranks
     finally:
         codes = ranks.close()
@@ -140,15 +143,21 @@ def tiny_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def worker(tiny: Path) -> CausalLM:
+def loaded(tiny: Path) -> CausalLM:
     return new_worker(tiny)
+
+
+@pytest.fixture
+def worker(loaded: CausalLM) -> CausalLM:
+    """A worker of world size 1 that holds no sequence."""
+    loaded.execute({"release": list(loaded.cached_tokens())})
+    return loaded
 
 
 @pytest.fixture(params=[1, 3])
 def step(request: pytest.FixtureRequest, worker: CausalLM, tiny_ranks: Ranks) -> Step:
     """Runs a step at world size 1 or 3, on ranks that hold nothing yet."""
     if request.param == 1:
-        worker.execute({"release": list(worker.cached_tokens())})
         return worker.execute
     held = tiny_ranks.call("cached_tokens")
     assert held[0] == held[1] == held[2]
@@ -256,7 +265,6 @@ BAD_STEPS = {
 @pytest.mark.parametrize(("payload", "message"), BAD_STEPS.values(), ids=BAD_STEPS)
 def test_bad_step_changes_nothing(tiny: Path, worker: CausalLM, payload: Any, message: str) -> None:
     """A bad step raises a ValueError that says what is wrong, and the sequence goes on as if it had not been sent."""
-    worker.execute({"release": list(worker.cached_tokens())})
     first, second = reference(tiny, PROMPTS["a"], 2)
     assert worker.execute({"admit": [{"id": "a", "tokens": PROMPTS["a"], **GREEDY}]}) == {"tokens": [["a", first]]}
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is looked at below
@@ -280,7 +288,6 @@ def test_bad_step_is_refused_by_every_rank_alike(tiny: Path, tiny_ranks: Ranks) 
 
 def test_failed_forward_changes_nothing(tiny: Path, worker: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fails half-way through the model can be repeated."""
-    worker.execute({"release": list(worker.cached_tokens())})
     first, second = reference(tiny, PROMPTS["a"], 2)
     worker.execute({"admit": [{"id": "a", "tokens": PROMPTS["a"], **GREEDY}]})
     again = {"admit": [{"id": "b", "tokens": [1, 2], **GREEDY}], "decode": [["a", first, 5]]}
@@ -370,10 +377,12 @@ def test_gloo_uses_the_loopback_unless_told_otherwise(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # the first time the model is converted
 def test_smollm2_is_the_same_at_world_size_1_3_and_in_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SmolLM2 tells the same story on one rank, on three, and in transformers' generate; nobody asks the network."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the converter's torch leaves a cache of its own
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("the network was asked"))
     directory = resolve_model()
     tokenizer = Tokenizer(directory)

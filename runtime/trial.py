@@ -1,0 +1,94 @@
+"""Whether a backend can start here: by starting a small group on it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+from stepcast.bus.errors import StepcastError
+
+from .config import ExecutorConfig
+from .executor import Executor
+
+_NOT_YET = ("torchrun", "ray")
+_WORKER = "stepcast.workers.echo:Echo"
+_WORLD_SIZES = {"mp": 2, "uni": 1}
+_STEPS = 20
+_LIMITS = {"startup_timeout_s": 20.0, "step_timeout_s": 5.0, "stop_timeout_s": 3.0, "terminate_timeout_s": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How the start of a backend went. Times are None where it did not come to that.
+
+    Attributes:
+        available: whether it works.
+        problem: why not.
+        world_size: the number of ranks that were started.
+        start_s: seconds until every rank was ready.
+        step_us: microseconds of a step that every rank answers, the median of some.
+        shutdown_s: seconds until nothing was left.
+    """
+
+    available: bool
+    problem: str | None = None
+    world_size: int | None = None
+    start_s: float | None = None
+    step_us: float | None = None
+    shutdown_s: float | None = None
+
+
+def try_backends(config: ExecutorConfig) -> dict[str, Trial]:
+    """Try each backend.
+
+    Args:
+        config: the settings that a group would have; its start method and its directory are tried.
+
+    Returns:
+        How it went, by the backend's name.
+    """
+    trials = {name: try_backend(config, name, world_size) for name, world_size in _WORLD_SIZES.items()}
+    return trials | {name: Trial(available=False, problem="not available in this version") for name in _NOT_YET}
+
+
+def try_backend(config: ExecutorConfig, backend: str, world_size: int) -> Trial:
+    """Start a group of workers that only echo, run some steps, and end it.
+
+    Args:
+        config: the settings that a group would have.
+        backend: the backend.
+        world_size: the number of ranks.
+
+    Returns:
+        How it went.
+    """
+    try:
+        began = time.monotonic()
+        with Executor(
+            config.replace(
+                worker=_WORKER, backend=backend, world_size=world_size, output_rank=0, worker_options={}, **_LIMITS
+            )
+        ) as executor:
+            started = time.monotonic()
+            steps_ns = [_time_step(executor) for _ in range(_STEPS)]
+            ending = time.monotonic()
+        ended = time.monotonic()
+    except Exception as problem:  # noqa: BLE001 - whatever it is, it is why this backend can't start
+        reason = str(problem).partition("\n")[0]
+        if not isinstance(problem, StepcastError):
+            reason = f"{type(problem).__name__}: {reason}"
+        return Trial(available=False, problem=reason, world_size=world_size)
+    return Trial(
+        available=True,
+        world_size=world_size,
+        start_s=round(started - began, 3),
+        step_us=round(statistics.median(steps_ns) / 1000, 1),
+        shutdown_s=round(ended - ending, 3),
+    )
+
+
+def _time_step(executor: Executor) -> int:
+    began = time.perf_counter_ns()
+    executor.step(b"", gather=True)
+    return time.perf_counter_ns() - began

@@ -1,0 +1,266 @@
+"""What the bus's tests share: the sockets of one run, and a link between two of them that can be cut and stalled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from stepcast.bus.endpoints import RunDirectory
+from stepcast.bus.frames import Kind, Wire
+from stepcast.bus.publisher import Publisher
+from stepcast.bus.replies import Reply, ReplyReader, ReplySender
+from stepcast.bus.subscriber import ControlSubscriber, Gap, Message, StepSubscriber
+from tests.harness import wait_until
+
+RUN_ID = bytes(range(100, 116))
+EPOCH = 1
+WIRE = Wire(RUN_ID, EPOCH)
+#: The longest that anything here may take.
+LIMIT_S = 4.0
+LIMIT_MS = int(LIMIT_S * 1000)
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Rig:
+    """Makes the sockets of one run. They are closed with the context.
+
+    Args:
+        context: the ZeroMQ context.
+        directory: the run directory.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: RunDirectory) -> None:
+        self.context = context
+        self.directory = directory
+        self.links: list[Link] = []
+
+    def publisher(
+        self, *, world_size: int = 1, window: int = 8, window_bytes: int = 1 << 30, name: str = "publish"
+    ) -> Publisher:
+        """Bind a driver's publisher."""
+        return Publisher(
+            self.context,
+            self.directory.endpoint(name),
+            run_id=RUN_ID,
+            epoch=EPOCH,
+            world_size=world_size,
+            max_in_flight=window,
+            max_in_flight_bytes=window_bytes,
+        )
+
+    def steps(self, endpoint: str | None = None, *, max_message_bytes: int = 1 << 26) -> StepSubscriber:
+        """Connect a rank's step socket."""
+        return StepSubscriber(
+            self.context,
+            endpoint or self.directory.endpoint("publish"),
+            run_id=RUN_ID,
+            epoch=EPOCH,
+            max_message_bytes=max_message_bytes,
+        )
+
+    def control(self, endpoint: str | None = None) -> ControlSubscriber:
+        """Connect a rank's control socket."""
+        endpoint = endpoint or self.directory.endpoint("publish")
+        return ControlSubscriber(self.context, endpoint, run_id=RUN_ID, epoch=EPOCH)
+
+    def reader(self, *, world_size: int = 2, max_message_bytes: int = 1 << 26) -> ReplyReader:
+        """Bind a driver's reply socket."""
+        return ReplyReader(
+            self.context,
+            self.directory.endpoint("replies"),
+            run_id=RUN_ID,
+            epoch=EPOCH,
+            world_size=world_size,
+            max_message_bytes=max_message_bytes,
+        )
+
+    def sender(self, rank: int = 0, *, timeout_s: float = LIMIT_S, linger_s: float = 0.0) -> ReplySender:
+        """Connect a rank's reply socket."""
+        return ReplySender(
+            self.context,
+            self.directory.endpoint("replies"),
+            run_id=RUN_ID,
+            epoch=EPOCH,
+            rank=rank,
+            timeout_s=timeout_s,
+            linger_s=linger_s,
+        )
+
+    def raw(self, kind: int) -> zmq.Socket[bytes]:
+        """Make a plain ZeroMQ socket, which gives up after a while."""
+        socket = self.context.socket(kind)
+        for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
+            socket.setsockopt(option, LIMIT_MS)
+        return socket
+
+    def link(self, name: str) -> Link:
+        """Make a link to the publisher."""
+        path = self.directory.path
+        link = Link(path / name, path / "publish")
+        self.links.append(link)
+        return link
+
+    def close(self) -> None:
+        """Close the links."""
+        for link in self.links:
+            link.close()
+
+
+class Link:
+    """A unix socket between a subscriber and a publisher.
+
+    Args:
+        path: where the subscriber connects.
+        target: where the publisher is bound.
+    """
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.endpoint = f"ipc://{path}"
+        self._path = path
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._flowing = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link")
+        self._thread.start()
+        self.resume()
+        self.mend()
+
+    def cut(self) -> None:
+        """Drop the connection, with all that is on its way, and accept no other."""
+        self._run(self._cut())
+
+    def mend(self) -> None:
+        """Accept connections again."""
+        self._run(self._mend())
+
+    def stall(self) -> None:
+        """Stop carrying what the publisher sends, as a frozen process stops reading it."""
+        self._loop.call_soon_threadsafe(self._flowing.clear)
+
+    def resume(self) -> None:
+        """Carry on."""
+        self._loop.call_soon_threadsafe(self._flowing.set)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.cut()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
+
+    async def _mend(self) -> None:
+        self._server = await asyncio.start_unix_server(self._accept, self._path)
+
+    async def _cut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            self._path.unlink(missing_ok=True)
+        pumps = tuple(self._pumps)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports close in the loop's next turn
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            target_reader, target_writer = await asyncio.open_unix_connection(self._target)
+            try:
+                await asyncio.gather(
+                    self._pump(reader, target_writer), self._pump(target_reader, writer, self._flowing)
+                )
+            finally:
+                target_writer.transport.abort()
+        writer.transport.abort()
+
+    @staticmethod
+    async def _pump(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event | None = None
+    ) -> None:
+        while data := await reader.read(_CHUNK_BYTES):
+            if gate is not None:
+                await gate.wait()
+            writer.write(data)
+            await writer.drain()
+        raise ConnectionResetError
+
+
+def greet(publisher: Publisher, *subscribers: StepSubscriber | ControlSubscriber) -> None:
+    """Publish PROBE until each subscriber has received it, as the monitor does until it has each HELLO."""
+    waiting = list(subscribers)
+
+    def all_greeted() -> bool:
+        publisher.control(Kind.PROBE)
+        waiting[:] = [each for each in waiting if not each.wait_for_probe(0.01)]
+        return not waiting
+
+    wait_until(all_greeted, LIMIT_S, lambda: f"PROBE to reach {len(waiting)} subscribers")
+
+
+def subscribe_again(publisher: Publisher, message_class: bytes) -> None:
+    """Wait until a subscription to a class has come, and forget the others that came before it."""
+    socket = publisher._socket
+    while socket.poll(LIMIT_MS):
+        if socket.recv() == b"\1" + message_class:
+            return
+    raise AssertionError(f"no subscription to {message_class!r}")
+
+
+def take(subscriber: StepSubscriber) -> Message | Gap | None:
+    """Take what comes next, which must come soon."""
+    assert subscriber.socket.poll(LIMIT_MS), "nothing came"
+    return subscriber.next()
+
+
+def take_message(subscriber: StepSubscriber) -> Message:
+    """Take the next message of the stream, past what is dropped; a gap fails."""
+    while (item := take(subscriber)) is None:
+        pass
+    assert isinstance(item, Message), item
+    return item
+
+
+def take_sequences(subscriber: StepSubscriber, count: int) -> list[int]:
+    """Take messages, and return their sequence numbers."""
+    return [take_message(subscriber).header.sequence for _ in range(count)]
+
+
+def take_control(subscriber: ControlSubscriber) -> int:
+    """Take the next control message past any PROBE, and return its kind."""
+    while True:
+        assert subscriber.socket.poll(LIMIT_MS), "nothing came"
+        message = subscriber.receive()
+        if message is not None and message.header.kind != Kind.PROBE:
+            return message.header.kind
+
+
+def lose(subscriber: StepSubscriber) -> bytes:
+    """Receive a message past the subscriber, which thereby never sees it; return its head."""
+    assert subscriber.socket.poll(LIMIT_MS), "nothing came"
+    return subscriber.socket.recv_multipart()[0]
+
+
+def read(reader: ReplyReader) -> Reply:
+    """Read the next reply, which must come soon."""
+    return wait_until(reader.read, LIMIT_S, "a reply")
+
+
+def publish(publisher: Publisher, *frames: bytes | memoryview, kind: int = Kind.STEP, step: int = 1) -> int | None:
+    """Publish a step-class message."""
+    return publisher.publish(kind, step, frames, sum(map(len, frames)))

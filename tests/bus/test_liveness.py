@@ -1,0 +1,145 @@
+"""Heartbeat arithmetic, on a clock that the test sets."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepcast.bus.liveness import HeartbeatTimer, Phase, RankLiveness, TailGap
+
+NOW = 1000.0
+
+
+# --- When a heartbeat is due ----------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_is_due_one_interval_after_the_timer_was_made() -> None:
+    """Where nothing is published, the interval runs from the start."""
+    timer = HeartbeatTimer(2.0, NOW)
+    assert timer.remaining_s(NOW) == 2.0
+    assert timer.remaining_s(NOW + 1.5) == 0.5
+    assert timer.remaining_s(NOW + 2.0) == 0.0
+    assert timer.remaining_s(NOW + 5.0) == -3.0
+
+
+def test_any_publication_puts_the_heartbeat_off_by_an_interval() -> None:
+    """The interval runs from the last publication, whenever that was."""
+    timer = HeartbeatTimer(2.0, NOW)
+    timer.published(NOW + 1.5)
+    assert timer.remaining_s(NOW + 2.0) == 1.5
+    timer.published(NOW + 10.0)
+    assert timer.remaining_s(NOW + 10.0) == 2.0
+
+
+def test_asking_does_not_change_when_it_is_due() -> None:
+    """A timer that is only read does not move."""
+    timer = HeartbeatTimer(0.25, NOW)
+    assert {timer.remaining_s(NOW + 1.0) for _ in range(5)} == {-0.75}
+
+
+# --- What is known of a rank ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_begins_as_spawning() -> None:
+    """Before its first message nothing is known but when it was asked for."""
+    rank = RankLiveness(last_heard=NOW)
+    assert (rank.phase, rank.sequence, rank.step) == (Phase.SPAWNING, 0, 0)
+
+
+def test_hearing_from_a_rank_changes_neither_its_phase_nor_its_age() -> None:
+    """A message that tells no phase counts as a sign of life only."""
+    rank = RankLiveness(last_heard=NOW, phase=Phase.STEP, phase_since=NOW - 3, sequence=4, step=2)
+    rank.heard(NOW + 1)
+    assert rank == RankLiveness(last_heard=NOW + 1, phase=Phase.STEP, phase_since=NOW - 3, sequence=4, step=2)
+
+
+def test_a_told_phase_began_as_long_ago_as_its_age() -> None:
+    """The phase's beginning is on the driver's clock: the rank tells an age, since its clock may be another."""
+    rank = RankLiveness(last_heard=NOW)
+    rank.told(NOW + 5, Phase.LOADING, 1.5)
+    assert (rank.last_heard, rank.phase, rank.phase_since) == (NOW + 5, Phase.LOADING, NOW + 3.5)
+    rank.told(NOW + 6, Phase.IDLE)
+    assert (rank.last_heard, rank.phase, rank.phase_since) == (NOW + 6, Phase.IDLE, NOW + 6)
+
+
+def test_phases_are_told_as_words_and_keep_their_numbers() -> None:
+    """The number travels, so it must never change; people read the word."""
+    words = "spawning starting importing loading idle step call collective parked stopping gone"
+    assert [str(Phase(number)) for number in range(len(Phase))] == words.split()
+    assert f"{Phase.IDLE}" == "idle"
+
+
+# --- Whether the last message was lost ------------------------------------------------------------------------------
+
+
+def test_one_heartbeat_that_is_ahead_proves_nothing() -> None:
+    """Steps and heartbeats come over different sockets: the step may be just behind."""
+    assert not TailGap().heartbeat(5, 4, idle=True)
+
+
+def test_the_second_heartbeat_on_an_idle_rank_proves_the_loss() -> None:
+    """A rank that is idle and received nothing between two heartbeats has lost what they tell of."""
+    tail = TailGap()
+    assert not tail.heartbeat(5, 4, idle=True)
+    assert tail.heartbeat(5, 4, idle=True)
+
+
+def test_it_is_proven_again_until_the_message_comes() -> None:
+    """Where the replay is lost too, every further heartbeat asks again, and none when it has come."""
+    tail = TailGap()
+    told = [tail.heartbeat(5, received, idle=True) for received in (4, 4, 4, 4, 5, 5)]
+    assert told == [False, True, True, True, False, False]
+
+
+def test_anything_received_in_between_starts_anew() -> None:
+    """A rank that made progress between two heartbeats is only behind."""
+    tail = TailGap()
+    assert [tail.heartbeat(9, received, idle=True) for received in (4, 5, 6, 6)] == [False, False, False, True]
+
+
+def test_a_busy_rank_misses_nothing_yet() -> None:
+    """A rank that computes has its next message in its queue; only an idle one can tell."""
+    tail = TailGap()
+    assert not any(tail.heartbeat(5, 4, idle=False) for _ in range(5))
+    assert not tail.heartbeat(5, 4, idle=True)
+
+
+def test_being_busy_in_between_starts_anew() -> None:
+    """Two heartbeats on an idle rank count only when none on a busy one came between them."""
+    tail = TailGap()
+    assert [tail.heartbeat(5, 4, idle=idle) for idle in (True, False, True, True)] == [False, False, False, True]
+
+
+def test_more_published_in_between_does_not_matter() -> None:
+    """What counts is that the rank received nothing, not that the driver published nothing."""
+    tail = TailGap()
+    assert not tail.heartbeat(5, 4, idle=True)
+    assert tail.heartbeat(8, 4, idle=True)
+
+
+def test_a_first_message_that_is_lost_is_found_too() -> None:
+    """A rank that has received nothing at all is no exception."""
+    tail = TailGap()
+    assert not tail.heartbeat(0, 0, idle=True)
+    assert not tail.heartbeat(1, 0, idle=True)
+    assert tail.heartbeat(1, 0, idle=True)
+
+
+def test_a_rank_that_has_everything_misses_nothing() -> None:
+    """A heartbeat that is overtaken by later steps is no gap either."""
+    for received in (5, 6):
+        tail = TailGap()
+        assert not any(tail.heartbeat(5, received, idle=True) for _ in range(5))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), max_size=30))
+def test_a_loss_is_proven_by_two_heartbeats_in_a_row_and_by_nothing_else(
+    heartbeats: list[tuple[int, int, bool]],
+) -> None:
+    """The answer is a function of this heartbeat and the one before it."""
+    tail = TailGap()
+    before = None
+    for highest, received, idle in heartbeats:
+        missing = idle and received < highest
+        assert tail.heartbeat(highest, received, idle=idle) == (missing and before == received)
+        before = received if missing else None

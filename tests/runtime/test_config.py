@@ -1,0 +1,353 @@
+"""`ExecutorConfig`: every field is validated and documented, and comes from one of four places in a known order."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepcast import ConfigError, ExecutorConfig, Worker
+from stepcast.runtime.config import BACKENDS, ENVIRONMENT_PREFIX, LOG_FORMATS, LOG_LEVELS, START_METHODS
+
+WORKER = "package.module:Class"
+TYPES = {each.name: str(each.type) for each in fields(ExecutorConfig)}
+INTS = [name for name, kind in TYPES.items() if kind == "int"]
+SECONDS = [name for name, kind in TYPES.items() if kind == "float"]
+TEXTS = [name for name, kind in TYPES.items() if kind == "str"]
+MAPPINGS = [name for name, kind in TYPES.items() if kind.startswith("Mapping")]
+
+
+def config(**settings: Any) -> ExecutorConfig:
+    return ExecutorConfig(**{"worker": WORKER, **settings})
+
+
+def documented_fields() -> list[str]:
+    section = inspect.cleandoc(ExecutorConfig.__doc__ or "").partition("Attributes:\n")[2]
+    return re.findall(r"^ {4}(\w+):", section, re.MULTILINE)
+
+
+# Each field.
+
+
+def test_every_field_stands_in_the_class_docstring_in_order() -> None:
+    """The docstring's Attributes are the fields, all of them, in the order of their definition."""
+    assert documented_fields() == list(TYPES)
+
+
+def test_every_limit_says_its_unit_and_every_unit_is_seconds() -> None:
+    """A field is a number of seconds exactly where its name ends in _s."""
+    assert SECONDS == [name for name in TYPES if name.endswith("_s")]
+    assert SECONDS
+
+
+def test_the_defaults_are_valid() -> None:
+    """A worker's class is all that must be given."""
+    assert config().world_size == 1
+    with pytest.raises(TypeError, match="worker"):
+        ExecutorConfig()  # type: ignore[call-arg]
+
+
+BAD_TYPES: list[tuple[str, Any]] = [
+    *((name, value) for name in INTS for value in ("3", 1.5, None, True)),
+    *((name, value) for name in SECONDS for value in ("1", None, True, [1.0])),
+    *((name, value) for name in TEXTS for value in (1, None, b"text")),
+    *((name, value) for name in MAPPINGS for value in (None, "a=b", ["a"], 1)),
+    *((name, 1) for name, kind in TYPES.items() if kind == "str | None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_TYPES, ids=lambda value: repr(value)[:20])
+def test_a_value_of_the_wrong_type_is_refused(name: str, value: Any) -> None:
+    """The error names the field, the value, the type that it must have and the one that it has."""
+    with pytest.raises(ConfigError) as caught:
+        config(**{name: value})
+    text = str(caught.value)
+    assert text.startswith(f"{name}={value!r}")
+    assert f"must be of type {TYPES[name]}" in text
+    assert type(value).__name__ in text
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, -0.5, math.inf, -math.inf, math.nan, 1e9])
+@pytest.mark.parametrize("name", SECONDS)
+def test_seconds_out_of_range_are_refused(name: str, value: float) -> None:
+    """No limit may be zero, negative, endless, or longer than the kernel can wait."""
+    with pytest.raises(ConfigError, match=rf"^{name}=.*must be a number of seconds above 0, at most 2000000$"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_whole_seconds_may_be_given_as_an_int(name: str) -> None:
+    """An int is as good as a float, up to the largest limit."""
+    assert getattr(config(**{name: 2}), name) == 2
+    assert getattr(config(**{name: 2_000_000}), name) == 2_000_000
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", ["world_size", "max_in_flight", "max_in_flight_bytes", "max_message_bytes"])
+def test_counts_and_sizes_below_one_are_refused(name: str, value: int) -> None:
+    """The error names the field and the least that is allowed."""
+    with pytest.raises(ConfigError, match=rf"^{name}={value}: must be at least 1$"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("backend", BACKENDS),
+        ("start_method", START_METHODS),
+        ("log_format", LOG_FORMATS),
+        ("log_level", LOG_LEVELS),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused(name: str, allowed: tuple[str, ...]) -> None:
+    """The error lists all that can be chosen, and each of them can."""
+    with pytest.raises(ConfigError) as caught:
+        config(**{name: "other"})
+    assert str(caught.value).startswith(f"{name}='other': must be one of ")
+    for each in allowed:
+        assert repr(each) in str(caught.value)
+        assert getattr(config(**{name: each}), name) == each
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 100])
+def test_an_output_rank_outside_the_group_is_refused(rank: int) -> None:
+    """The error names the ranks that there are."""
+    with pytest.raises(ConfigError, match=rf"^output_rank={rank}: must be a rank of the group, 0 to 1$"):
+        config(world_size=2, output_rank=rank)
+    assert config(world_size=2, output_rank=1).output_rank == 1
+
+
+@pytest.mark.parametrize(
+    "worker", ["", ":", "module", "module:", ":Class", "script.py", "script.py:", int, object(), None, Worker()]
+)
+def test_what_names_no_worker_class_is_refused(worker: Any) -> None:
+    """The error tells the ways to name one."""
+    with pytest.raises(ConfigError, match=r"^worker=.*must be a subclass of stepcast\.Worker"):
+        ExecutorConfig(worker=worker)
+
+
+@pytest.mark.parametrize("worker", ["m:C", "a.b.c:Outer.Inner", "some/where.py:C", "C:/odd.py:C", Worker])
+def test_a_worker_is_named_or_given_as_its_class(worker: Any) -> None:
+    """All three forms are taken as they are; whether the class exists is known when it is loaded."""
+    assert ExecutorConfig(worker=worker).worker == worker
+
+
+@pytest.mark.parametrize(
+    "options", [{"a": object()}, {"a": {1, 2}}, {"a": 1 << 70}, {"a": "\udc80"}, {"a": [lambda: 0]}, {(1, 2): 3}]
+)
+def test_worker_options_that_can_not_be_handed_over_are_refused(options: Mapping[str, Any]) -> None:
+    """Options are plain MessagePack values, since every rank is told them by value."""
+    with pytest.raises(ConfigError, match=r"^worker_options must hold plain MessagePack values: "):
+        config(worker_options=options)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"A": 1}, {"A": None}, {1: "a"}, {b"A": "a"}, {"": "a"}, {"A=B": "a"}, {"A\0": "a"}, {"A": "\0"}]
+)
+def test_an_environment_that_no_process_can_have_is_refused(variables: Any) -> None:
+    """Names and values are texts, and the error shows the one that is wrong."""
+    with pytest.raises(ConfigError, match=r"^worker_env\["):
+        config(worker_env=variables)
+
+
+# Immutable.
+
+
+@pytest.mark.parametrize("name", list(TYPES))
+def test_no_field_can_be_assigned(name: str) -> None:
+    """A configuration does not change under a running group."""
+    made = config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, name, getattr(made, name))
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_mappings_are_copies_that_can_not_be_written(name: str) -> None:
+    """Neither the caller's dict nor the field's own reaches the settings of a running group."""
+    given: dict[str, Any] = {"A": "1"}
+    made = config(**{name: given})
+    given["A"] = "2"
+    given["B"] = "3"
+    assert dict(getattr(made, name)) == {"A": "1"}
+    with pytest.raises(TypeError):
+        getattr(made, name)["A"] = "4"
+
+
+def test_values_inside_the_worker_options_are_copies() -> None:
+    """A list or dict that the caller goes on using is not the group's."""
+    inner: dict[str, Any] = {"layers": [1, 2], "names": {7: "seven"}}
+    made = config(worker_options={"inner": inner})
+    inner["layers"].append(3)
+    inner["names"][8] = "eight"
+    assert made.worker_options == {"inner": {"layers": [1, 2], "names": {7: "seven"}}}
+
+
+def test_replace_gives_a_validated_copy() -> None:
+    """The original stays as it was, and a wrong change is refused as in the first place."""
+    made = config(world_size=2, worker_env={"A": "1"})
+    other = made.replace(world_size=3, output_rank=2)
+    assert (made.world_size, other.world_size, other.output_rank) == (2, 3, 2)
+    assert other.worker_env == {"A": "1"}
+    with pytest.raises(ConfigError, match="output_rank=3"):
+        made.replace(output_rank=3)
+
+
+# From files and variables.
+
+
+def test_a_file_gives_settings_at_its_top_level(tmp_path: Path) -> None:
+    """Every kind of field can stand in a TOML file."""
+    path = tmp_path / "stepcast.toml"
+    path.write_text(
+        'worker = "m:C"\nworld_size = 2\nbackend = "mp"\nstep_timeout_s = 7\n'
+        '[worker_options]\nlayers = [1, 2]\n[worker_env]\nA = "1"\n'
+    )
+    made = ExecutorConfig.load(path, environ={})
+    assert (made.worker, made.world_size, made.backend, made.step_timeout_s) == ("m:C", 2, "mp", 7)
+    assert (made.worker_options, made.worker_env) == ({"layers": [1, 2]}, {"A": "1"})
+
+
+def test_a_file_gives_settings_in_a_table_of_their_own(tmp_path: Path) -> None:
+    """Where there is a table [stepcast], the rest of the file is somebody else's."""
+    path = tmp_path / "pyproject.toml"
+    path.write_text('world_size = "mine"\n[stepcast]\nworker = "m:C"\nworld_size = 3\n[other]\nx = 1\n')
+    assert ExecutorConfig.load(str(path), environ={}).world_size == 3
+
+
+def test_a_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """The error names what is unknown, and what is known."""
+    path = tmp_path / "stepcast.toml"
+    path.write_text('worker = "m:C"\nworld_sise = 3\nbackend_ = "mp"\n')
+    with pytest.raises(ConfigError) as caught:
+        ExecutorConfig.load(path, environ={})
+    assert str(caught.value).startswith("unknown setting backend_, world_sise; known are ")
+    assert all(name in str(caught.value) for name in TYPES)
+    with pytest.raises(ConfigError, match="unknown setting sise"):
+        ExecutorConfig.load(environ={}, worker="m:C", sise=1)
+
+
+@pytest.mark.parametrize(
+    "content", [b"world_size = ", b"[stepcast", b'worker = "m:C"\nworker = "m:D"', b"\xff\xfe", b"a = 1979-99-99"]
+)
+def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    """The error names the file, and what is wrong with it."""
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"the configuration file .*broken\.toml can't be read: "):
+        ExecutorConfig.load(path, environ={})
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    """The error names the path."""
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(f"the configuration file {path} can't be read: ")):
+            ExecutorConfig.load(path, environ={})
+
+
+def test_a_stepcast_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    """The error says what it must be."""
+    path = tmp_path / "stepcast.toml"
+    path.write_text("stepcast = 3\n")
+    with pytest.raises(ConfigError, match=r"stepcast\.toml: \[stepcast\] must be a table$"):
+        ExecutorConfig.load(path, environ={})
+
+
+@pytest.mark.parametrize("name", [*INTS, *SECONDS, *TEXTS, "worker", "backend"])
+def test_every_plain_field_can_be_given_by_a_variable(name: str) -> None:
+    """STEPCAST_ and the field's name in capitals; numbers are parsed."""
+    values: dict[str, Any] = {"worker": "m:D", "backend": "mp", "output_rank": 0, "start_method": "fork"}
+    values |= {"log_format": "json", "log_level": "DEBUG"}
+    value = values.get(name, {"int": 2, "float": 2.5}.get(TYPES[name], "text"))
+    made = ExecutorConfig.load(environ={"STEPCAST_WORKER": WORKER, ENVIRONMENT_PREFIX + name.upper(): str(value)})
+    assert getattr(made, name) == value
+    assert type(getattr(made, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "kind"),
+    [("WORLD_SIZE", "two", "int"), ("WORLD_SIZE", "1.5", "int"), ("WORLD_SIZE", "", "int"), ("LINGER_S", "x", "float")],
+)
+def test_a_variable_that_is_no_number_is_refused(variable: str, text: str, kind: str) -> None:
+    """The error names the variable, its text and the type."""
+    with pytest.raises(ConfigError, match=rf"^STEPCAST_{variable}='{re.escape(text)}': must be of type {kind}$"):
+        ExecutorConfig.load(environ={f"STEPCAST_{variable}": text}, worker=WORKER)
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_a_mapping_can_not_be_given_by_a_variable(name: str) -> None:
+    """It is refused, not ignored; the error says where it can be given."""
+    with pytest.raises(ConfigError, match=rf"^STEPCAST_{name.upper()}: {name} can't be given by the environment; use"):
+        ExecutorConfig.load(environ={f"STEPCAST_{name.upper()}": "{}"}, worker=WORKER)
+
+
+def test_variables_of_other_parts_are_left_alone() -> None:
+    """A variable with the prefix that names no field is the embedder's."""
+    made = ExecutorConfig.load(environ={"STEPCAST_SOMETHING_ELSE": "1", "WORLD_SIZE": "9"}, worker=WORKER)
+    assert made == config()
+
+
+def test_the_process_environment_is_read_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load` without arguments is what a command line does."""
+    monkeypatch.setenv("STEPCAST_WORKER", "m:E")
+    monkeypatch.setenv("STEPCAST_WORLD_SIZE", "3")
+    made = ExecutorConfig.load()
+    assert (made.worker, made.world_size) == ("m:E", 3)
+
+
+def test_an_argument_wins_over_a_variable_over_a_file_over_a_default(tmp_path: Path) -> None:
+    """Each setting comes from the most particular place that gives it."""
+    path = tmp_path / "stepcast.toml"
+    path.write_text('worker = "m:C"\nmax_in_flight = 2\nlinger_s = 2.0\ndevice = "file"\n')
+    environ = {"STEPCAST_MAX_IN_FLIGHT": "3", "STEPCAST_LINGER_S": "3"}
+    made = ExecutorConfig.load(path, environ=environ, max_in_flight=4)
+    assert (made.max_in_flight, made.linger_s, made.device, made.log_level) == (4, 3.0, "file", "INFO")
+
+
+def test_a_wrong_setting_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
+    """A file and a variable are validated like an argument."""
+    path = tmp_path / "stepcast.toml"
+    path.write_text('worker = "m:C"\nworld_size = "two"\n')
+    with pytest.raises(ConfigError, match="^world_size='two': must be of type int"):
+        ExecutorConfig.load(path, environ={})
+    with pytest.raises(ConfigError, match="^world_size=0: "):
+        ExecutorConfig.load(environ={"STEPCAST_WORLD_SIZE": "0"}, worker=WORKER)
+
+
+# The backend.
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size", "resolved"), [(None, 1, "uni"), (None, 2, "mp"), ("mp", 1, "mp"), ("uni", 1, "uni")]
+)
+def test_the_backend_is_chosen_by_the_world_size(backend: str | None, world_size: int, resolved: str) -> None:
+    """One rank runs in this process unless a process is asked for; more need processes."""
+    assert config(backend=backend, world_size=world_size).resolved_backend == resolved
+
+
+def test_one_process_can_not_hold_two_ranks() -> None:
+    """The error says which backend can."""
+    with pytest.raises(ConfigError, match="^backend='uni' runs one rank, but world_size=2: use backend='mp'$"):
+        config(backend="uni", world_size=2)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [(None, 1), (None, 2), ("mp", 1), ("mp", 2)])
+def test_no_group_is_started_inside_torchrun(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, world_size: int
+) -> None:
+    """torchrun has started every rank already; the error names it, and the two ways out."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match="torchrun.*without torchrun, or use backend='uni'"):
+        config(backend=backend, world_size=world_size).resolved_backend  # noqa: B018
+
+
+def test_one_rank_in_this_process_is_fine_inside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts nothing that torchrun has started."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert config(backend="uni").resolved_backend == "uni"
