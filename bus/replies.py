@@ -227,7 +227,8 @@ class ReplySender:
         send = self._socket.send
         send(head, _SNDMORE if last > 0 else 0)
         for index in range(1, last + 1):
-            send(frames[index], 0 if index == last else _SNDMORE, copy=False)
+            # Copied: the worker may write to its buffers in the next step, before this one's have left.
+            send(frames[index], 0 if index == last else _SNDMORE)
 
     def close(self) -> None:
         """Close the socket; what was sent is given `linger_s` to leave."""

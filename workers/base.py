@@ -63,8 +63,7 @@ class Worker:
                 Arrays and tensors are views of the received message: read-only, and theirs alone.
 
         Returns:
-            The result, of the same kinds. Only the output rank's travels, unless the driver gathers all of them. Arrays
-            and tensors in it are not copied before they are sent: do not write to them in a later step.
+            The result, of the same kinds. Only the output rank's travels, unless the driver gathers all of them.
 
         Raises:
             Exception: anything; the driver sees `StepFailed` with the rank, the type and the traceback.
