@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from msgpack import ExtType, Packer, unpackb  # type: ignore[import-untyped]
+from msgpack import ExtType, Packer, unpackb
 
 from stepcast.bus.errors import ProtocolError
 

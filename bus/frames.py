@@ -1,8 +1,8 @@
 """The header that opens every message.
 
-A message is ZeroMQ multipart: ``head | buffer...``, and the head is ``header | payload`` in one frame, since each frame
-costs several microseconds on its way. The header is a fixed little-endian struct, so that a message can be judged before
-anything in it is decoded:
+A message is ZeroMQ multipart: ``head | buffer...``, and the head is ``header | payload`` in one frame, since each
+frame costs several microseconds on its way. The header is a fixed little-endian struct, so that a message can be judged
+before anything in it is decoded:
 
     ====== ====== ==============================================================
     offset bytes  field
@@ -124,13 +124,11 @@ _CLASS_OF: dict[int, bytes] = {
     **dict.fromkeys((Kind.BEGIN, Kind.STEP, Kind.CALL, Kind.KEEPALIVE, Kind.STOP), STEP_CLASS),
     **dict.fromkeys((Kind.HEARTBEAT, Kind.ABORT, Kind.DUMP, Kind.STOP_NOW), CONTROL_CLASS),
     Kind.PROBE: PROBE_CLASS,
-    **dict.fromkeys(
-        (Kind.HELLO, Kind.READY, Kind.RESULT, Kind.FAILURE, Kind.ALIVE, Kind.GAP, Kind.BYE), REPLY_CLASS
-    ),
+    **dict.fromkeys((Kind.HELLO, Kind.READY, Kind.RESULT, Kind.FAILURE, Kind.ALIVE, Kind.GAP, Kind.BYE), REPLY_CLASS),
 }
 
 
-class BadFrame(ValueError):  # noqa: N818 - what it is, not what went wrong
+class BadFrame(ValueError):
     """A frame is not the head of a message of this run and epoch; it must be dropped undecoded.
 
     Attributes:
@@ -170,7 +168,7 @@ class Wire:
             _CLASS_OF[kind], MAGIC, VERSION, kind, flags, self._run_id, self._epoch, sequence, step, rank
         )
 
-    def pack_timed(  # noqa: PLR0913 - one argument for each field of the wire
+    def pack_timed(
         self, kind: int, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int]
     ) -> bytes:
         """Pack the header of a RESULT or FAILURE, and the times behind it.
@@ -216,6 +214,18 @@ class Wire:
         if run_id != self._run_id:
             return BadFrame("a message of another run")
         return BadFrame(f"epoch {epoch}, expected {self._epoch}", "epoch")
+
+
+def pack_times(times: tuple[int, int, int]) -> bytes:
+    """Pack times alone, for `parse_times`.
+
+    Args:
+        times: as in `Times`.
+
+    Returns:
+        `TIMES_BYTES` bytes.
+    """
+    return _TIMES.pack(*times)
 
 
 def parse_times(data: bytes) -> Times:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import zmq
 
 from .errors import ProtocolError
-from .frames import DRIVER_RANK, Flag, Kind, Wire
+from .frames import DRIVER_RANK, Flag, Wire
 
 #: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
 _HIGH_WATER_SLACK = 64
@@ -45,7 +45,7 @@ class Publisher:
         max_in_flight_bytes: the window in bytes of payload and buffers.
     """
 
-    def __init__(  # noqa: PLR0913 - the wire's parameters, given once
+    def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
@@ -93,10 +93,7 @@ class Publisher:
         Args:
             size: bytes of payload and buffers.
         """
-        return (
-            len(self._store) < self._max_in_flight
-            and self._in_flight_bytes + size <= self._max_in_flight_bytes
-        )
+        return len(self._store) < self._max_in_flight and self._in_flight_bytes + size <= self._max_in_flight_bytes
 
     def acknowledged(self, rank: int) -> int:
         """The last message that a rank has answered.

@@ -54,7 +54,7 @@ class ReplyReader:
             group), "rank" (no such rank).
     """
 
-    def __init__(  # noqa: PLR0913 - the wire's parameters, given once
+    def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
@@ -158,7 +158,7 @@ class ReplyReader:
 
     def _drop(self, reason: str, detail: str) -> None:
         if not self.dropped[reason]:
-            _log.warning("dropped a message on the reply endpoint: %s (further ones are only counted)", detail)
+            _log.warning("dropped a message on the reply endpoint: %s (later ones are only counted)", detail)
         self.dropped[reason] += 1
 
 
@@ -175,7 +175,7 @@ class ReplySender:
         linger_s: the longest that closing waits for what was sent to leave, in seconds.
     """
 
-    def __init__(  # noqa: PLR0913 - the wire's parameters, given once
+    def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
@@ -193,7 +193,7 @@ class ReplySender:
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
         self._socket.connect(endpoint)
 
-    def send(  # noqa: PLR0913 - one argument for each field of the wire
+    def send(
         self,
         kind: int,
         sequence: int = 0,

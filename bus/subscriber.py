@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import NamedTuple
 
 import zmq
@@ -63,7 +64,7 @@ class _Subscriber:
         foreign: messages dropped because their header was not one of this run and epoch.
     """
 
-    def __init__(  # noqa: PLR0913 - the wire's parameters, given once
+    def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
@@ -85,7 +86,7 @@ class _Subscriber:
         self.socket.setsockopt(zmq.SUBSCRIBE, PROBE_CLASS)
 
     def wait_for_probe(self, timeout_s: float) -> bool:
-        """Wait for the driver's PROBE, then unsubscribe from it.
+        """Wait for the driver's PROBE, past all else that comes, then unsubscribe from it.
 
         Args:
             timeout_s: the longest to wait, in seconds.
@@ -93,13 +94,13 @@ class _Subscriber:
         Returns:
             Whether it came.
         """
-        if not self.socket.poll(int(timeout_s * 1000)):
-            return False
-        message = self.receive()
-        if message is None or message.header.kind != Kind.PROBE:
-            return False
-        self.probed()
-        return True
+        deadline = time.monotonic() + timeout_s
+        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            message = self.receive()
+            if message is not None and message.header.kind == Kind.PROBE:
+                self.probed()
+                return True
+        return False
 
     def probed(self) -> None:
         """Unsubscribe from PROBE: it has come."""
@@ -117,7 +118,7 @@ class _Subscriber:
         except BadFrame as problem:
             receive_buffers(self.socket)
             if not self.foreign:
-                _log.warning("dropped a message from the driver's endpoint: %s (further ones are only counted)", problem)
+                _log.warning("dropped a message from the driver's endpoint: %s (later ones are only counted)", problem)
             self.foreign += 1
             return None
         frames: list[bytes | memoryview] = [memoryview(head)[HEADER_BYTES:]]
@@ -195,9 +196,7 @@ class ControlSubscriber(_Subscriber):
         epoch: the life of the group.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, run_id: bytes, epoch: int
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, run_id: bytes, epoch: int) -> None:
         # Control messages are a header and nothing else.
         super().__init__(
             context, endpoint, message_class=CONTROL_CLASS, run_id=run_id, epoch=epoch, max_message_bytes=1024

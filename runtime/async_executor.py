@@ -27,9 +27,7 @@ class AsyncExecutor:
         on_failure: called once with the error that has ended the group, in a thread of the group's.
     """
 
-    def __init__(
-        self, config: ExecutorConfig, *, on_failure: Callable[[StepcastError], None] | None = None
-    ) -> None:
+    def __init__(self, config: ExecutorConfig, *, on_failure: Callable[[StepcastError], None] | None = None) -> None:
         self.config = config
         self._on_failure = on_failure
         self._executor: Executor | None = None
@@ -38,9 +36,7 @@ class AsyncExecutor:
     async def start(self) -> None:
         """Start the group, and return when every rank is ready. Raises as `Executor` does."""
         if self._executor is None:
-            starting = asyncio.ensure_future(
-                asyncio.to_thread(Executor, self.config, on_failure=self._on_failure)
-            )
+            starting = asyncio.ensure_future(asyncio.to_thread(Executor, self.config, on_failure=self._on_failure))
             try:
                 self._executor = await asyncio.shield(starting)
             except asyncio.CancelledError:

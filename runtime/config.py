@@ -132,8 +132,8 @@ class ExecutorConfig:
         """
         if "TORCHELASTIC_RUN_ID" in os.environ and self.backend != "uni":
             raise ConfigError(
-                "this process was started by torchrun, which has started every rank already: a group of its own can't be "
-                "started inside one (backend 'mp'); start the program without torchrun, or use backend='uni'"
+                "this process was started by torchrun, which has started every rank already: a group of its own "
+                "can't be started inside one (backend 'mp'); start the program without torchrun, or use backend='uni'"
             )
         return self.backend or ("uni" if self.world_size == 1 else "mp")
 
@@ -228,15 +228,22 @@ def _check_type(name: str, type_name: str, value: Any) -> None:
 
 def _check_environment(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
-        if not (isinstance(name, str) and isinstance(value, str)):
+        pair: tuple[object, object] = (name, value)
+        if not all(isinstance(each, str) for each in pair):
             raise ConfigError(f"worker_env[{name!r}]={value!r}: names and values must be of type str")
         if not name or "=" in name or "\0" in name + value:
-            raise ConfigError(f"worker_env[{name!r}]={value!r}: the name must not be empty or hold '=', and neither may hold NUL")
+            raise ConfigError(
+                f"worker_env[{name!r}]={value!r}: the name must not be empty or hold '=', and neither may hold NUL"
+            )
 
 
 def _check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _is_worker_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Worker)
 
 
 def _check_worker(worker: str | type[Worker]) -> None:
@@ -247,5 +254,5 @@ def _check_worker(worker: str | type[Worker]) -> None:
                 f"worker={worker!r}: must be a subclass of stepcast.Worker, or 'module:Class', or "
                 "'path/to/script.py:Class'"
             )
-    elif not (isinstance(worker, type) and issubclass(worker, Worker)):
+    elif not _is_worker_class(worker):
         raise ConfigError(f"worker={worker!r}: must be a subclass of stepcast.Worker, or name one")

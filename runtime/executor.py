@@ -41,9 +41,7 @@ class Executor:
         StartupError: the group did not come up; nothing of it is left.
     """
 
-    def __init__(
-        self, config: ExecutorConfig, *, on_failure: Callable[[StepcastError], None] | None = None
-    ) -> None:
+    def __init__(self, config: ExecutorConfig, *, on_failure: Callable[[StepcastError], None] | None = None) -> None:
         stop_if_loading_script()
         self.config = config
         self._step_limit = Limit(config.step_timeout_s, "step_timeout_s")
@@ -200,7 +198,7 @@ class Executor:
         except StepcastError as failure:
             if error is None:
                 raise
-            _log.error("while the executor was shut down after another error: %s", failure)  # noqa: TRY400
+            _log.error("while the executor was shut down after another error: %s", failure)
 
     def _step_request(self, payload: Any, *, gather: bool, timeout_s: float | None) -> Request:
         frames = codec.encode(payload)

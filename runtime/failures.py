@@ -50,8 +50,9 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
     """
     exit_code = process.exit_code()
     return WorkerLost(
-        f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while in phase {phase}, {silent_for_s:.2f} s "
-        f"after its last message: the group has ended; start a new executor{_last_lines(process.rank, stderr)}",
+        f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while in phase {phase}, "
+        f"{silent_for_s:.2f} s after its last message: the group has ended; start a new executor"
+        f"{_last_lines(process.rank, stderr)}",
         rank=process.rank,
         pid=process.pid,
         exit_code=exit_code,
@@ -109,8 +110,8 @@ def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
     """
     rank, exit_code = process.rank, process.exit_code()
     return StartupError(
-        f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its last "
-        f"lines, and start again{_last_lines(rank, stderr)}",
+        f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its "
+        f"last lines, and start again{_last_lines(rank, stderr)}",
         ranks=[rank],
         phases={rank: phase},
         exit_codes={} if exit_code is None else {rank: exit_code},

@@ -1,9 +1,11 @@
 """Text generation with a group of `CausalLM` workers, from the driver; needs neither torch nor transformers.
 
-tokenizer = Tokenizer(directory)
-generator = Generator(executor, tokenizer, max_running=8, max_sequence_length=2048)
-for index, event in generator.generate([tokenizer.encode("Tell me a story.")], SamplingParams(max_tokens=100)):
-    print(event.text, end="")
+With an executor of such workers:
+
+    tokenizer = Tokenizer(directory)
+    generator = Generator(executor, tokenizer, max_running=8, max_sequence_length=2048)
+    for index, event in generator.generate([tokenizer.encode("Tell me a story.")], SamplingParams(max_tokens=100)):
+        print(event.text, end="")
 """
 
 from __future__ import annotations

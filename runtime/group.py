@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from .config import ExecutorConfig
 from .health import GroupHealth, RankHealth
 from .inbox import Inbox
 from .launch.process import WorkerProcess
-from .pending import Limit, Pending, PendingTable, StepFuture, settle
+from .pending import Limit, Pending, PendingTable, StepFuture
 from .pump import Pump
 from .state import GroupState, can_change
 
@@ -189,12 +188,14 @@ class Group:
             timeout_s: the longest to wait; None for the limits of the step itself.
         """
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        if not self.pump.read_until(lambda: entry.settled, deadline):
-            with self.lock:
-                if entry.settled and entry.future is None:
-                    return
-                entry.future = entry.future or StepFuture(entry, self.wait, self.abort_step)
-            wait_for_futures((entry.future,), timeout_s)
+        self.pump.read_until(lambda: entry.settled, deadline)
+        with self.lock:
+            if entry.settled and entry.future is None:
+                return
+            # Another thread reads, or gives the outcome out just now.
+            entry.future = entry.future or StepFuture(entry, self.wait, self.abort_step)
+        if not entry.future.done():
+            wait_for_futures((entry.future,), None if deadline is None else max(0.0, deadline - self.clock()))
 
     def abort_step(self, step: int) -> bool:
         """Resolve a step's future with `StepAborted`, and tell the ranks.
@@ -209,7 +210,8 @@ class Group:
             aborted = self.pending.abort(step)
             if aborted and not self._closed:
                 self.publisher.control(Kind.ABORT, step)
-        self.settle()
+        self.give_out()
+        self.pump.wake()
         return aborted
 
     def health(self) -> GroupHealth:
@@ -217,7 +219,7 @@ class Group:
         with self.lock:
             now = self.clock()
             pids = {process.rank: process.pid for process in self.processes}
-            dropped = Counter(self.replies.dropped, late=self.pending.late, malformed=self.inbox.malformed)
+            dropped = {**self.replies.dropped, "late": self.pending.late, "malformed": self.inbox.malformed}
             return GroupHealth(
                 state=self.state.value,
                 ok=self.state.accepts_steps,
@@ -226,7 +228,7 @@ class Group:
                 published=self.publisher.sequence,
                 in_flight=self.publisher.in_flight,
                 in_flight_bytes=self.publisher.in_flight_bytes,
-                dropped=dict(dropped),
+                dropped=dropped,
                 ranks=tuple(
                     RankHealth(
                         rank=rank,
@@ -241,30 +243,17 @@ class Group:
                 ),
             )
 
-    def settle(self) -> None:
-        """Resolve the futures whose outcome is known, and let a thread that waits for one see it. Needs no lock."""
-        with self.lock:
-            settled = self.pending.take_settled()
-        if settled:
-            settle(settled)
-            self.pump.wake()
-
     # What the pump uses, in the thread that reads.
 
     def take(self, reply: Reply | None) -> None:
-        """Take a reply, or None where a limit may have passed; give out the outcomes."""
+        """Take a reply, or None where a limit may have passed."""
         with self.lock:
             now = self.clock()
             rare = reply is not None and self.inbox.take(reply, now)
             if self.pending.degraded != (self.state is GroupState.DEGRADED) and self.state.accepts_steps:
                 self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
-            deadline = self.pending.next_deadline()
-            if deadline is not None and deadline <= now:
-                self.expire(now)
+            self.expire(now)
             self._room.notify_all()
-            settled = self.pending.take_settled()
-        if settled:
-            settle(settled)
         if rare:
             self._wake_monitor()
 
@@ -275,6 +264,14 @@ class Group:
     def has_waiting(self) -> bool:
         """Whether an outcome is wanted that is not known yet."""
         return self.pending.has_waiting()
+
+    def has_outcomes(self) -> bool:
+        """Whether there is an outcome to be given out."""
+        return self.pending.has_outcomes()
+
+    def give_out(self) -> None:
+        """Resolve the futures whose outcome is known. No lock may be held, nor the right to read."""
+        self.pending.give_out()
 
     # What the monitor uses. It holds the lock in all of these.
 
@@ -292,6 +289,7 @@ class Group:
         self.failure = error
         self.change(GroupState.FAILED)
         self.pending.fail_all(error)
+        self.pump.wake()
         self._wake_monitor()
 
     def publish_to_all(self, kind: Kind, frames: Sequence[bytes | memoryview] = ()) -> bool:
@@ -306,10 +304,14 @@ class Group:
         return True
 
     def expire(self, now: float) -> None:
-        """Judge what is late."""
+        """Judge what is late, where something may be."""
+        deadline = self.pending.next_deadline()
+        if deadline is None or now < deadline:
+            return
         error = self.pending.expire(now, self.inbox.phases())
         if error is not None:
             self.fail(error)
+        self.pump.wake()
 
     def close(self) -> None:
         """Close the sockets. Called without the lock, when every process has ended and every outcome is given out."""
@@ -374,7 +376,6 @@ class Group:
 
     def _wait_for_room(self, request: Request, deadline: float) -> None:
         """Wait until there may be room, the group takes no steps any more, or the deadline."""
-
         # Refused though the windows have room: the pipe of a stray subscriber is full. Try again a little later.
         refused = self.publisher.has_credit(request.size)
         if refused:

@@ -80,9 +80,7 @@ class Monitor(threading.Thread):
         self._wake_lock = threading.RLock()  # a finalizer may come in between
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self.group = Group(
-            config, directory, run_id, watch=self._watch_replies, wake_monitor=self.wake, clock=clock
-        )
+        self.group = Group(config, directory, run_id, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)
         self._relay = OutputRelay()
@@ -133,7 +131,7 @@ class Monitor(threading.Thread):
             self._start_processes()
             while not self._is_over():
                 self._turn()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a thread that ended unseen would leave the group alone
             _log.exception("the monitor failed; the group ends")
             self._fail(StepcastError(f"the monitor failed: {error!r}"))
         finally:
@@ -153,7 +151,7 @@ class Monitor(threading.Thread):
                 self._judge_exit(process, stderr, now)
             self._judge_reports()
             self._advance(now)
-        self.group.settle()
+        self.group.give_out()
         self._announce()
 
     def _start_processes(self) -> None:
@@ -339,7 +337,8 @@ class Monitor(threading.Thread):
             if state not in (GroupState.STOPPING, GroupState.FAILED):
                 due += [now + self.group.heartbeat.remaining_s(now), now + MONITOR_LOOK_S]
             if state is GroupState.STARTING:
-                due += [self._start_deadline] if self.group.inbox.all_greeted else [self._start_deadline, self._next_probe]
+                due.append(self._start_deadline)
+                due += [] if self.group.inbox.all_greeted else [self._next_probe]
             if state.accepts_steps and (deadline := self.group.pending.next_deadline()) is not None:
                 due.append(deadline)
             if any(process.sentinel is None and process.exit_code() is None for process in self.group.processes):
@@ -358,13 +357,13 @@ class Monitor(threading.Thread):
             try:
                 assert self.group.failure is not None  # noqa: S101 - it is FAILED
                 callback(self.group.failure)
-            except Exception:
+            except Exception:  # noqa: BLE001 - the embedder's
                 _log.exception("an on_failure callback raised")
 
     def _fail(self, error: StepcastError) -> None:
         with self.group.lock:
             self.group.fail(error)
-        self.group.settle()
+        self.group.give_out()
 
     def _clean_up(self) -> None:
         group = self.group
@@ -375,7 +374,7 @@ class Monitor(threading.Thread):
             if group.state is not GroupState.FAILED:
                 group.pending.fail_all(Closed("the executor was shut down before the step was answered"))
                 group.change(GroupState.STOPPED)
-        group.settle()
+        group.give_out()
         self._relay.stop(self._config.linger_s)
         for process in group.processes:
             if process.exit_code() is not None:

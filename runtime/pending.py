@@ -1,6 +1,6 @@
 """Steps under way: who has answered, what the future gets, and when it is late.
 
-Pure: no sockets, no threads, no clock of its own. The caller serialises, and resolves the futures by `settle` after it
+Pure: no sockets, no threads, no clock of its own. The caller serialises, and resolves the futures by `give_out` after it
 has let go of its lock, since their callbacks are the embedder's.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from stepcast.bus import codec
 from stepcast.bus.errors import ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
 from stepcast.bus.frames import Times, parse_times
+
 
 class StepFuture(Future[Any]):
     """The future of a step or a call.
@@ -168,7 +169,7 @@ class PendingTable:
         self._failure_grace_s = failure_grace_s
         self._by_sequence: dict[int, Pending] = {}
         self._order: deque[Pending] = deque()
-        self._settled: list[Pending] = []
+        self._outcomes: deque[Pending] = deque()
         self._earliest = math.inf
         self._carried: StepFailed | None = None
         self.late = 0
@@ -186,7 +187,7 @@ class PendingTable:
         entry.waiting = self._everyone
         self._by_sequence[entry.sequence] = entry
         self._order.append(entry)
-        limit_s = entry.hard_limit.seconds if entry.limit is None else min(entry.limit.seconds, entry.hard_limit.seconds)
+        limit_s = (entry.limit or entry.hard_limit).seconds  # the embedder's own is never the longer one
         self._earliest = min(self._earliest, entry.published_at + limit_s)
 
     def take_carried_failure(self) -> StepFailed | None:
@@ -297,10 +298,25 @@ class PendingTable:
         self._order.clear()
         self._by_sequence.clear()
 
-    def take_settled(self) -> list[Pending]:
-        """Take the steps whose futures are to be resolved now, by `settle`, without any lock held."""
-        settled, self._settled = self._settled, []
-        return settled
+    def has_outcomes(self) -> bool:
+        """Whether there is an outcome to be given out."""
+        return bool(self._outcomes)
+
+    def give_out(self) -> None:
+        """Resolve the futures whose outcome is known, in order.
+
+        No lock may be held: their callbacks are the embedder's. One may come here again, and then gives out the rest.
+        """
+        while self._outcomes:
+            try:
+                entry = self._outcomes.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            assert entry.future is not None  # noqa: S101 - only such are put there
+            if entry.error is None:
+                entry.future.set_result(entry.value)
+            else:
+                entry.future.set_exception(entry.error)
 
     def _answered(self, rank: int, sequence: int) -> Pending | None:
         entry = self._by_sequence.get(sequence)
@@ -339,7 +355,8 @@ class PendingTable:
         entry.value, entry.error = value, error
         entry.answers = {}
         entry.settled = True
-        self._settled.append(entry)
+        if entry.future is not None:
+            self._outcomes.append(entry)
 
     def _deadlines(self, entry: Pending) -> list[float]:
         deadlines = [entry.published_at + entry.hard_limit.seconds]
@@ -391,19 +408,3 @@ def _undecodable(entry: Pending, rank: int, problem: ProtocolError) -> StepFaile
         exception_type="ProtocolError",
         traceback="",
     )
-
-
-def settle(settled: Sequence[Pending]) -> None:
-    """Resolve futures. No lock may be held.
-
-    Args:
-        settled: what `PendingTable.take_settled` gave.
-    """
-    for entry in settled:
-        future = entry.future
-        if future is None:
-            continue
-        if entry.error is None:
-            future.set_result(entry.value)
-        else:
-            future.set_exception(entry.error)

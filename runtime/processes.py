@@ -22,6 +22,7 @@ from .launch.process import WorkerProcess
 from .monitor import Monitor
 from .pending import StepFuture
 from .state import GroupState
+
 _log = logging.getLogger("stepcast.runtime")
 
 
@@ -150,7 +151,7 @@ class MpGroup:
         try:
             self.stop()
         except StepcastError as failure:
-            _log.error("while the executor was shut down at exit: %s", failure)  # noqa: TRY400
+            _log.error("while the executor was shut down at exit: %s", failure)
 
     @property
     def _ending_limit_s(self) -> float:

@@ -1,8 +1,8 @@
 """Who reads the replies.
 
-A thread that waits for an answer reads the replies itself, blocked in ZeroMQ: each hop to another thread costs more than
-the rest of the step. While nobody waits, the monitor reads them. A second thread that waits lets the first one read for
-it.
+A thread that waits for an answer reads the replies itself, blocked in ZeroMQ: each hop to another thread costs more
+than the rest of the step. While nobody waits, the monitor reads them. A second thread that waits lets the first one read
+for it.
 
 The reply socket belongs to whoever holds `_reading`. It is *armed* when all that had come was read and the monitor
 watches its descriptor. A waiting thread disarms it, and leaves it so where nobody else waits for an outcome: a loop of
@@ -26,13 +26,19 @@ class Reading(Protocol):
     """What is done with the replies."""
 
     def take(self, reply: Reply | None) -> None:
-        """Take a reply, or None where a limit may have passed; give out the outcomes."""
+        """Take a reply, or None where a limit may have passed."""
 
     def next_deadline(self) -> float | None:
         """The clock's reading at which `take` must be called though nothing comes."""
 
     def has_waiting(self) -> bool:
         """Whether an outcome is wanted that is not known yet."""
+
+    def has_outcomes(self) -> bool:
+        """Whether there is an outcome to be given out."""
+
+    def give_out(self) -> None:
+        """Give out the outcomes that are known. Their callbacks are the embedder's, and may wait for a step."""
 
     def clock(self) -> float:
         """A monotonic clock, in seconds."""
@@ -72,22 +78,20 @@ class Pump:
             deadline: the clock's reading at which to give up.
 
         Returns:
-            False at once where another thread reads already: what the caller waits for happens without it.
+            False where another thread reads: what the caller waits for happens without it.
         """
-        if not self._reading.acquire(blocking=False):
-            return False
-        try:
-            if self._armed:
-                self._watch(False)
-                self._armed = False
-            while not (done() or self._closed):
-                now = self._handler.clock()
-                if deadline is not None and now >= deadline:
-                    break
-                self._handler.take(self._replies.receive(self._wait_s(now, deadline)))
-        finally:
-            self._leave()
-        return True
+        while self._reading.acquire(blocking=False):
+            try:
+                over = self._read(done, deadline)
+            except BaseException:
+                self._wake_monitor()  # it gives out what is known
+                raise
+            finally:
+                self._leave()
+            self._handler.give_out()
+            if over or done():
+                return True
+        return False
 
     def look(self) -> None:
         """Read all that has come, without waiting, and arm the socket; unless a waiting thread reads. The monitor's."""
@@ -97,6 +101,7 @@ class Pump:
             self._drain_and_arm()
         finally:
             self._reading.release()
+        self._handler.give_out()
 
     def attend(self) -> None:
         """See to it that somebody reads: called where an outcome is wanted that this thread does not wait for."""
@@ -117,6 +122,20 @@ class Pump:
         self._closed = True
         self._replies.wake()
         self._reading.acquire(timeout=timeout_s)
+
+    def _read(self, done: Callable[[], bool], deadline: float | None) -> bool:
+        """Read until it is done, or given up, or until there is an outcome to give out. Returns False for the last."""
+        if self._armed:
+            self._watch(False)
+            self._armed = False
+        while not (done() or self._closed):
+            if self._handler.has_outcomes():
+                return False
+            now = self._handler.clock()
+            if deadline is not None and now >= deadline:
+                break
+            self._handler.take(self._replies.receive(self._wait_s(now, deadline)))
+        return True
 
     def _wait_s(self, now: float, deadline: float | None) -> float:
         wait_until = self._handler.next_deadline()

@@ -1,4 +1,6 @@
-"""The life of a group. A group changes state as a unit:
+"""The life of a group.
+
+A group changes state as a unit:
 
     NEW -> STARTING -> READY <-> DEGRADED -> STOPPING -> STOPPED
                 |        |          |           |

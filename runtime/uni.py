@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import queue
-import struct
 import tempfile
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from stepcast.bus import codec
 from stepcast.bus.errors import Closed, StepcastError
-from stepcast.bus.frames import Flag, Header, Kind
+from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
 from stepcast.workers.base import RankInfo, Worker
@@ -29,7 +28,7 @@ from . import failures
 from .config import ExecutorConfig
 from .group import Request
 from .health import GroupHealth, RankHealth
-from .pending import Pending, PendingTable, StepFuture, settle
+from .pending import Pending, PendingTable, StepFuture
 from .state import GroupState, can_change
 
 _log = logging.getLogger("stepcast.runtime")
@@ -116,7 +115,7 @@ class UniGroup:
             aborted = self._pending.abort(step)
             if aborted:
                 self._board.aborted.add(step)
-        self._settle()
+        self._pending.give_out()
         return aborted
 
     def health(self) -> GroupHealth:
@@ -172,7 +171,7 @@ class UniGroup:
             self._pending.fail_all(Closed("the executor was shut down before the step was answered"))
             if can_change(self.state, GroupState.STOPPED):
                 self._change(GroupState.STOPPED)
-        self._settle()
+        self._pending.give_out()
         if self._timer.ident is not None and self._timer is not threading.current_thread():
             self._timer.join(self.config.kill_timeout_s)
 
@@ -182,14 +181,14 @@ class UniGroup:
         """The loop's step stream."""
         return self._stream.get()
 
-    def send(  # noqa: PLR0913 - as ReplySender.send
+    def send(
         self,
         kind: int,
         sequence: int = 0,
         step: int = 0,  # noqa: ARG002
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,  # noqa: ARG002
-        times: tuple[int, int, int] = (0, 0, 0),
+        times: tuple[int, int, int] | None = None,
     ) -> None:
         """The loop's answers."""
         with self._changed:
@@ -197,13 +196,13 @@ class UniGroup:
             if kind == Kind.FAILURE:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
             else:
-                self._pending.result(0, sequence, frames, struct.pack("<QQQ", *times))
+                self._pending.result(0, sequence, frames, pack_times(times or (0, 0, 0)))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:
                     self._change(wanted)
             self._changed.notify_all()
-        self._settle()
+        self._pending.give_out()
 
     def _live(self) -> None:
         with tempfile.TemporaryDirectory(prefix="stepcast-uni-", dir=self.config.run_dir) as directory:
@@ -255,7 +254,7 @@ class UniGroup:
                 failure = failures.rank_broken(0, description)
             failure.__cause__ = error
             self._fail(failure)
-        self._settle()
+        self._pending.give_out()
 
     # Both.
 
@@ -281,7 +280,7 @@ class UniGroup:
     def _put(self, kind: Kind, step: int, frames: Sequence[bytes | memoryview], size: int) -> None:
         self._sequence += 1
         self._in_flight[self._sequence] = size
-        self._stream.put(Message(Header(kind, Flag.GATHER, self.epoch, self._sequence, step, -1), list(frames)))
+        self._stream.put(Message(Header(kind, Flag.GATHER, self._sequence, step, DRIVER_RANK), list(frames)))
 
     def _has_room(self, size: int) -> bool:
         config = self.config
@@ -302,11 +301,10 @@ class UniGroup:
                 error = self._pending.expire(now, {0: str(self._board.status.phase)})
                 if error is not None:
                     self._fail(error)
-                settled = self._pending.take_settled()
                 deadline = self._pending.next_deadline()
-                if not settled:
+                if not self._pending.has_outcomes():
                     self._changed.wait(None if deadline is None else max(0.0, deadline - now))
-            settle(settled)
+            self._pending.give_out()
 
     def _change(self, state: GroupState) -> None:
         assert can_change(self.state, state), (self.state, state)  # noqa: S101 - a bug here, never an input
@@ -323,7 +321,3 @@ class UniGroup:
         for callback in callbacks:
             threading.Thread(target=callback, args=(error,), name="stepcast-on-failure", daemon=True).start()
 
-    def _settle(self) -> None:
-        with self._changed:
-            settled = self._pending.take_settled()
-        settle(settled)

@@ -12,9 +12,12 @@ def main() -> None:
     if missing:
         print(f"stepcast: the command line needs {' and '.join(missing)}: pip install 'stepcast[cli]'", file=sys.stderr)
         sys.exit(2)
-    from stepcast.runtime.cli.app import main as run  # noqa: PLC0415 - needs what was just looked for
+    try:
+        from stepcast.runtime.cli.app import main as run  # noqa: PLC0415 - needs what was just looked for
 
-    run()
+        run()
+    except KeyboardInterrupt:  # outside of any command
+        sys.exit(130)
 
 
 if __name__ == "__main__":

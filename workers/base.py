@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _never(step: int) -> bool:
+def _never(_step: int) -> bool:
     return False
 
 

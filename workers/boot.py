@@ -77,9 +77,7 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 class _Rank:
     """The sockets and threads of one rank."""
 
-    def __init__(
-        self, boot: BootConfig, board: Board, watch: DriverWatch, worker_class: type[Worker] | None
-    ) -> None:
+    def __init__(self, boot: BootConfig, board: Board, watch: DriverWatch, worker_class: type[Worker] | None) -> None:
         self._boot = boot
         self._board = board
         self._worker_class = worker_class
@@ -126,7 +124,7 @@ class _Rank:
             loop.run()
             self._tell(Phase.STOPPING)
             worker.teardown()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver is told
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status
             frames = codec.encode(describe_error(error))

@@ -26,7 +26,8 @@ class CausalLMOptions:
         model: a Hugging Face model directory, as `stepcast.runtime.checkpoint.resolve_model` returns it.
         dtype: the weights' type, by torch's name for it.
         max_sequences: the most sequences held at once.
-        max_sequence_length: the most tokens in a sequence, prompt and answer together; None for the model's own limit.
+        max_sequence_length: the most tokens in a sequence, prompt and answer together; at most, and by default, the
+            model's own limit.
     """
 
     model: str
@@ -89,6 +90,7 @@ class CausalLM(Worker):
         directory = Path(options.model)
         config = read_model_config(directory)
         check_world_size(config, rank.world_size)
+        max_length = sequence_limit(config)
         self._samples = rank.rank == rank.output_rank
         self._sequences: dict[SequenceId, _Sequence] = {}
         if rank.world_size > 1:
@@ -99,7 +101,7 @@ class CausalLM(Worker):
         self._limits = Limits(
             vocab_size=self._model.vocab_size,
             max_sequences=options.max_sequences,
-            max_sequence_length=min(options.max_sequence_length or sequence_limit(config), sequence_limit(config)),
+            max_sequence_length=min(options.max_sequence_length or max_length, max_length),
         )
 
     def execute(self, step: Any) -> dict[str, Any] | None:

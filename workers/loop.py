@@ -38,7 +38,7 @@ class StepSource(Protocol):
 class ReplySink(Protocol):
     """Where the answers go: a `ReplySender`, or a table in the same process."""
 
-    def send(  # noqa: PLR0913 - one argument for each field of the wire
+    def send(
         self,
         kind: int,
         sequence: int = 0,
@@ -64,7 +64,7 @@ class WorkerLoop:
         max_answer_bytes: the largest answer, in bytes of payload and buffers.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a rank, put together once
+    def __init__(
         self,
         worker: Worker,
         steps: StepSource,
@@ -179,4 +179,3 @@ def describe_error(error: BaseException) -> list[str]:
         text = "<its __str__ failed>"
     # Undecodable bytes of a file's name, as surrogates, can't be sent.
     return [part.encode("utf-8", "replace").decode() for part in (name, text[:_MAX_TRACEBACK_CHARS], trace)]
-

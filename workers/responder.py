@@ -72,7 +72,7 @@ class Responder(threading.Thread):
                     # The loop thread may be in a collective or in user code that never returns: nothing is left to
                     # finish for, so the process ends here and now.
                     os._exit(EXIT_DRIVER_GONE)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a rank without its responder would look alive
             _log.exception("the responder thread failed; this rank ends")
             os._exit(EXIT_RESPONDER_FAILED)
         finally:

@@ -26,7 +26,7 @@ from stepcast.runtime.platforms import package_version
 
 from .display import Display, choose_display
 from .doctor import print_report
-from .errors import FAILED, INTERRUPTED, Outcome
+from .errors import FAILED, Outcome
 
 _CAUSAL_LM = "stepcast.workers.causal_lm:CausalLM"
 _ECHO = "stepcast.workers.echo:Echo"
@@ -175,10 +175,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has ignored SIGHUP
             signal.signal(number, _terminate)
-    try:
-        app(prog_name="stepcast")
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    app(prog_name="stepcast")
 
 
 def _terminate(number: int, _frame: FrameType | None) -> None:

@@ -146,7 +146,7 @@ class Columns(Display):
         width = self._console.width // per_row - _BORDER_CELLS
         grid = Table.grid(expand=True)
         for _ in range(per_row):
-            grid.add_column(ratio=1)
+            grid.add_column(ratio=1, overflow="fold")
         panels = [self._panel(index, width, lines) for index in range(count)]
         for first in range(0, count, per_row):
             grid.add_row(*panels[first : first + per_row])

@@ -69,7 +69,7 @@ def spawn(boot: BootConfig, environment: Mapping[str, str]) -> WorkerProcess:
     try:
         os.write(stdin, boot.to_bytes())
         os.lseek(stdin, 0, os.SEEK_SET)
-        popen = subprocess.Popen(  # noqa: S603 - our own interpreter and code
+        popen = subprocess.Popen(
             [sys.executable, *flags, "-c", code],
             stdin=stdin,
             stdout=subprocess.PIPE,
@@ -147,7 +147,7 @@ def _as_file(connection: Connection) -> IO[bytes]:
     # The descriptor outlives the connection object, which would close it.
     descriptor = os.dup(connection.fileno())
     connection.close()
-    return io.FileIO(descriptor, "rb")  # type: ignore[return-value]  # unbuffered, as Popen's are
+    return io.FileIO(descriptor, "rb")  # unbuffered, as Popen's are
 
 
 def _run_forked(
@@ -165,8 +165,8 @@ def _run_forked(
     for descriptor in inherited:
         os.close(descriptor)
     # The parent's objects may stand for other files (a test runner's, a notebook's).
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), line_buffering=True)  # type: ignore[arg-type]
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "wb", closefd=False), line_buffering=True)  # type: ignore[arg-type]
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), line_buffering=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "wb", closefd=False), line_buffering=True)
     os.environ.clear()
     os.environ.update(environment)
     _restore_signals()
@@ -177,8 +177,8 @@ def _run_forked(
 def _main_module_hidden() -> Iterator[None]:
     """Keep a fork server's children from running the embedder's script again: what they need of it, they load."""
     main = sys.modules["__main__"]
-    names = vars(main)
-    hidden = {name: names[name] for name in ("__file__", "__spec__") if name in names}
+    names: dict[str, Any] = vars(main)
+    hidden: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
     names.pop("__file__", None)
     names["__spec__"] = None
     try:
@@ -199,7 +199,7 @@ def _warn_of_threads(method: str) -> None:
     if method == "fork" and threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         _log.warning(
-            "start_method='fork' in a process with other threads (%s): a lock that one of them holds stays locked in the "
-            "workers; use 'spawn' where they hang",
+            "start_method='fork' in a process with other threads (%s): a lock that one of them holds stays locked "
+            "in the workers; use 'spawn' where they hang",
             names,
         )

@@ -23,6 +23,6 @@ def rig() -> Iterator[Rig]:
         yield made
     finally:
         made.close()
-        context.destroy(linger=0)
+        context.destroy(linger=0)  # what a test made by itself and failed to close
         garbage.gc.stop()  # pyzmq's thread, which forgets buffers that were sent without a copy
         directory.remove()

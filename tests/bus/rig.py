@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -27,9 +28,11 @@ LIMIT_MS = int(LIMIT_S * 1000)
 
 _CHUNK_BYTES = 1 << 16
 
+Made = TypeVar("Made")
+
 
 class Rig:
-    """Makes the sockets of one run. They are closed with the context.
+    """Makes the sockets of one run, and closes them.
 
     Args:
         context: the ZeroMQ context.
@@ -39,63 +42,71 @@ class Rig:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: RunDirectory) -> None:
         self.context = context
         self.directory = directory
-        self.links: list[Link] = []
+        self._made: list[Any] = []
 
     def publisher(
         self, *, world_size: int = 1, window: int = 8, window_bytes: int = 1 << 30, name: str = "publish"
     ) -> Publisher:
         """Bind a driver's publisher."""
-        return Publisher(
-            self.context,
-            self.directory.endpoint(name),
-            run_id=RUN_ID,
-            epoch=EPOCH,
-            world_size=world_size,
-            max_in_flight=window,
-            max_in_flight_bytes=window_bytes,
+        return self._keep(
+            Publisher(
+                self.context,
+                self.directory.endpoint(name),
+                run_id=RUN_ID,
+                epoch=EPOCH,
+                world_size=world_size,
+                max_in_flight=window,
+                max_in_flight_bytes=window_bytes,
+            )
         )
 
     def steps(self, endpoint: str | None = None, *, max_message_bytes: int = 1 << 26) -> StepSubscriber:
         """Connect a rank's step socket."""
-        return StepSubscriber(
-            self.context,
-            endpoint or self.directory.endpoint("publish"),
-            run_id=RUN_ID,
-            epoch=EPOCH,
-            max_message_bytes=max_message_bytes,
+        return self._keep(
+            StepSubscriber(
+                self.context,
+                endpoint or self.directory.endpoint("publish"),
+                run_id=RUN_ID,
+                epoch=EPOCH,
+                max_message_bytes=max_message_bytes,
+            )
         )
 
     def control(self, endpoint: str | None = None) -> ControlSubscriber:
         """Connect a rank's control socket."""
         endpoint = endpoint or self.directory.endpoint("publish")
-        return ControlSubscriber(self.context, endpoint, run_id=RUN_ID, epoch=EPOCH)
+        return self._keep(ControlSubscriber(self.context, endpoint, run_id=RUN_ID, epoch=EPOCH))
 
     def reader(self, *, world_size: int = 2, max_message_bytes: int = 1 << 26) -> ReplyReader:
         """Bind a driver's reply socket."""
-        return ReplyReader(
-            self.context,
-            self.directory.endpoint("replies"),
-            run_id=RUN_ID,
-            epoch=EPOCH,
-            world_size=world_size,
-            max_message_bytes=max_message_bytes,
+        return self._keep(
+            ReplyReader(
+                self.context,
+                self.directory.endpoint("replies"),
+                run_id=RUN_ID,
+                epoch=EPOCH,
+                world_size=world_size,
+                max_message_bytes=max_message_bytes,
+            )
         )
 
     def sender(self, rank: int = 0, *, timeout_s: float = LIMIT_S, linger_s: float = 0.0) -> ReplySender:
         """Connect a rank's reply socket."""
-        return ReplySender(
-            self.context,
-            self.directory.endpoint("replies"),
-            run_id=RUN_ID,
-            epoch=EPOCH,
-            rank=rank,
-            timeout_s=timeout_s,
-            linger_s=linger_s,
+        return self._keep(
+            ReplySender(
+                self.context,
+                self.directory.endpoint("replies"),
+                run_id=RUN_ID,
+                epoch=EPOCH,
+                rank=rank,
+                timeout_s=timeout_s,
+                linger_s=linger_s,
+            )
         )
 
     def raw(self, kind: int) -> zmq.Socket[bytes]:
         """Make a plain ZeroMQ socket, which gives up after a while."""
-        socket = self.context.socket(kind)
+        socket = self._keep(self.context.socket(kind))
         for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
             socket.setsockopt(option, LIMIT_MS)
         return socket
@@ -103,14 +114,16 @@ class Rig:
     def link(self, name: str) -> Link:
         """Make a link to the publisher."""
         path = self.directory.path
-        link = Link(path / name, path / "publish")
-        self.links.append(link)
-        return link
+        return self._keep(Link(path / name, path / "publish"))
 
     def close(self) -> None:
-        """Close the links."""
-        for link in self.links:
-            link.close()
+        """Close all that was made."""
+        for each in self._made:
+            each.close()
+
+    def _keep(self, made: Made) -> Made:
+        self._made.append(made)
+        return made
 
 
 class Link:
@@ -129,6 +142,7 @@ class Link:
         self._pumps: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._flowing = asyncio.Event()
+        self._allowed = 0
         self._thread = threading.Thread(target=self._loop.run_forever, name="link")
         self._thread.start()
         self.resume()
@@ -142,13 +156,22 @@ class Link:
         """Accept connections again."""
         self._run(self._mend())
 
-    def stall(self) -> None:
-        """Stop carrying what the publisher sends, as a frozen process stops reading it."""
-        self._loop.call_soon_threadsafe(self._flowing.clear)
+    @property
+    def stalled(self) -> bool:
+        """Whether it carries nothing now."""
+        return not self._flowing.is_set()
+
+    def stall(self, after_bytes: int = 0) -> None:
+        """Stop carrying what the publisher sends, as a frozen process stops reading it.
+
+        Args:
+            after_bytes: what it still carries.
+        """
+        self._loop.call_soon_threadsafe(self._allow, after_bytes)
 
     def resume(self) -> None:
         """Carry on."""
-        self._loop.call_soon_threadsafe(self._flowing.set)
+        self._loop.call_soon_threadsafe(self._allow, sys.maxsize)
 
     def close(self) -> None:
         """End the thread."""
@@ -159,6 +182,13 @@ class Link:
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
+
+    def _allow(self, count: int) -> None:
+        self._allowed = count
+        if count:
+            self._flowing.set()
+        else:
+            self._flowing.clear()
 
     async def _mend(self) -> None:
         self._server = await asyncio.start_unix_server(self._accept, self._path)
@@ -182,22 +212,25 @@ class Link:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             target_reader, target_writer = await asyncio.open_unix_connection(self._target)
             try:
-                await asyncio.gather(
-                    self._pump(reader, target_writer), self._pump(target_reader, writer, self._flowing)
-                )
+                await asyncio.gather(self._up(reader, target_writer), self._down(target_reader, writer))
             finally:
                 target_writer.transport.abort()
         writer.transport.abort()
 
-    @staticmethod
-    async def _pump(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event | None = None
-    ) -> None:
+    async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_CHUNK_BYTES):
-            if gate is not None:
-                await gate.wait()
             writer.write(data)
             await writer.drain()
+        raise ConnectionResetError
+
+    async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_CHUNK_BYTES):
+            while data:
+                await self._flowing.wait()
+                part, data = data[: self._allowed], data[self._allowed :]
+                writer.write(part)
+                await writer.drain()
+                self._allow(self._allowed - len(part))
         raise ConnectionResetError
 
 
@@ -213,13 +246,24 @@ def greet(publisher: Publisher, *subscribers: StepSubscriber | ControlSubscriber
     wait_until(all_greeted, LIMIT_S, lambda: f"PROBE to reach {len(waiting)} subscribers")
 
 
-def subscribe_again(publisher: Publisher, message_class: bytes) -> None:
-    """Wait until a subscription to a class has come, and forget the others that came before it."""
-    socket = publisher._socket
-    while socket.poll(LIMIT_MS):
-        if socket.recv() == b"\1" + message_class:
-            return
-    raise AssertionError(f"no subscription to {message_class!r}")
+def wait_for_subscription(publisher: Publisher, message_class: bytes, subscriber: StepSubscriber | None = None) -> None:
+    """Wait until a subscription to a class has come, and forget what came before it.
+
+    Args:
+        publisher: where it comes.
+        message_class: the class.
+        subscriber: one that connects again: it subscribes again in its own thread, once that asks for a message.
+    """
+
+    def has_come() -> bool:
+        if subscriber is not None:
+            subscriber.socket.poll(0)
+        while publisher._socket.poll(0):
+            if publisher._socket.recv() == b"\1" + message_class:
+                return True
+        return False
+
+    wait_until(has_come, LIMIT_S, f"a subscription to {message_class!r}")
 
 
 def take(subscriber: StepSubscriber) -> Message | Gap | None:
@@ -236,9 +280,29 @@ def take_message(subscriber: StepSubscriber) -> Message:
     return item
 
 
+def take_past_gaps(subscriber: StepSubscriber, count: int) -> list[int]:
+    """Take messages past any gaps, and return their sequence numbers."""
+    sequences: list[int] = []
+    while len(sequences) < count:
+        item = take(subscriber)
+        if isinstance(item, Message):
+            sequences.append(item.header.sequence)
+    return sequences
+
+
 def take_sequences(subscriber: StepSubscriber, count: int) -> list[int]:
     """Take messages, and return their sequence numbers."""
     return [take_message(subscriber).header.sequence for _ in range(count)]
+
+
+def heartbeat(publisher: Publisher, control: ControlSubscriber) -> int:
+    """Publish a heartbeat, and return the sequence number that the rank receives with it."""
+    assert publisher.control(Kind.HEARTBEAT)
+    while True:
+        assert control.socket.poll(LIMIT_MS), "nothing came"
+        message = control.receive()
+        if message is not None and message.header.kind == Kind.HEARTBEAT:
+            return message.header.sequence
 
 
 def take_control(subscriber: ControlSubscriber) -> int:

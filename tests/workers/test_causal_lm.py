@@ -347,7 +347,7 @@ def test_attention_that_is_not_computed_is_refused(tmp_path: Path) -> None:
 
 def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
     """A model that mixes tokens in other ways than attention fails at start: packed sequences would mix."""
-    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4)
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, max_position_embeddings=9)
     directory = save_tiny(tmp_path, config)
     with pytest.raises(ConfigError, match="not supported"):
         new_worker(directory)

@@ -1,0 +1,122 @@
+"""How workers and drivers tell a test where they are, and fail there on demand: by files in the test's directory.
+
+A plan travels in the environment, so that it is there before any of stepcast's code runs. Only the standard library is
+imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+#: The variable that carries the plan: `dir`, and where something is to happen `at`, `do` and `ranks`.
+PLAN = "FAULT_PLAN"
+#: The note that a process leaves in its last moment.
+KILLED = "killed"
+
+_POLL_INTERVAL_S = 0.002
+_WAIT_S = 30.0
+_FOREVER_S = 600
+
+
+def note(directory: str | Path, name: str) -> None:
+    """Leave a note with this process's id and the clock's reading; whole as soon as it is there."""
+    path = Path(directory, name)
+    draft = path.with_name(f".{name}-{os.getpid()}")
+    draft.write_text(json.dumps([os.getpid(), time.monotonic()]), encoding="utf-8")
+    draft.rename(path)
+
+
+def read(directory: str | Path, name: str) -> tuple[int, float]:
+    """Read a note: the process's id, and when it was left, on the clock that all processes share."""
+    pid, when = json.loads(Path(directory, name).read_text(encoding="utf-8"))
+    return pid, when
+
+
+def reach(phase: str) -> None:
+    """Called by a worker in each phase: leaves a note, and does there what the plan says."""
+    text = os.environ.get(PLAN)
+    if text is None:
+        return
+    plan = json.loads(text)
+    rank = int(os.environ["RANK"])
+    note(plan["dir"], f"{phase}-{rank}")
+    if plan.get("at") != phase:
+        return
+    if rank in plan["ranks"]:
+        ACTIONS[plan["do"]](plan, phase, rank)
+    elif plan["do"] in ("die", "block"):
+        block()
+
+
+def block(*_: Any) -> None:
+    """Stay, in Python code that lets other threads run."""
+    time.sleep(_FOREVER_S)
+
+
+def hold_gil(*_: Any) -> None:
+    """Stay, in C code that lets no other Python thread run."""
+    ctypes.PyDLL(None).sleep(_FOREVER_S)
+
+
+def ignore_sigterm(*_: Any) -> None:
+    """Stay, and not for SIGTERM's sake leave."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(_FOREVER_S)
+
+
+def segfault(*_: Any) -> None:
+    """Read from address 0."""
+    ctypes.string_at(0)
+
+
+def _die(plan: dict[str, Any], phase: str, rank: int) -> NoReturn:
+    """Be killed when every rank has come to the same phase."""
+    deadline = time.monotonic() + _WAIT_S
+    while not all(Path(plan["dir"], f"{phase}-{each}").exists() for each in range(plan["world_size"])):
+        if time.monotonic() > deadline:
+            sys.exit(f"rank {rank} waits for its peers in {phase} for nothing")
+        time.sleep(_POLL_INTERVAL_S)
+    note(plan["dir"], KILLED)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _wait_for_orphanhood(plan: dict[str, Any], phase: str, rank: int) -> None:
+    """Go on only when the driver has died."""
+    parent = os.getppid()
+    deadline = time.monotonic() + _WAIT_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _shout(plan: dict[str, Any], phase: str, rank: int) -> NoReturn:
+    for number in range(5000):
+        print(f"line {number} " + "x" * 100, file=sys.stderr)
+    print("the very last words", file=sys.stderr, flush=True)
+    os._exit(9)
+
+
+def _raise(plan: dict[str, Any], phase: str, rank: int) -> NoReturn:
+    raise LookupError(f"no luck in {phase} on rank {rank}")
+
+
+ACTIONS: dict[str, Callable[[dict[str, Any], str, int], None]] = {
+    "block": block,
+    "die": _die,
+    "exit": lambda *_: sys.exit(3),
+    "hold_gil": hold_gil,
+    "ignore_sigterm": ignore_sigterm,
+    "os_exit": lambda *_: os._exit(7),
+    "raise": _raise,
+    "segfault": segfault,
+    "shout": _shout,
+    "wait_for_orphanhood": _wait_for_orphanhood,
+}

@@ -1,0 +1,10 @@
+"""Imported by a worker's interpreter before it runs any of stepcast's code, where PYTHONPATH leads here."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+import signs  # noqa: E402 - its folder had to be found first
+
+sys.path.pop()
+signs.reach("spawning")

@@ -1,0 +1,88 @@
+"""Workers that tell where they are and fail there, by `signs`."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from stepcast import RankInfo, Worker
+
+sys.path.append(str(Path(__file__).parent))  # loaded by its path: its folder is not known yet
+import signs  # noqa: E402
+
+signs.reach("importing")
+
+
+class Victim(Worker):
+    """Echoes; a step or a call that is a list of a word and ranks does what the word says, on those ranks."""
+
+    def setup(self, rank: RankInfo) -> None:
+        self.info = rank
+        self.directory = rank.options["dir"]
+        signs.reach("loading")
+        atexit.register(signs.note, self.directory, f"atexit-{rank.rank}")
+
+    def execute(self, step: Any) -> Any:
+        if not isinstance(step, list):
+            return step
+        word, *ranks = step
+        if ranks and self.info.rank not in ranks:
+            return word
+        signs.note(self.directory, f"{word}-{self.info.rank}")
+        return self._do(word)
+
+    def teardown(self) -> None:
+        signs.reach("stopping")
+
+    def bystander(self) -> str:
+        return "here"
+
+    def _do(self, word: str) -> Any:
+        if word == "raise":
+            raise LookupError(f"no luck on rank {self.info.rank}")
+        return signs.ACTIONS[word]({}, "step", self.info.rank)
+
+
+class Torch(Victim):
+    """A victim with a gloo process group."""
+
+    def setup(self, rank: RankInfo) -> None:
+        from stepcast.workers.process_group import init_process_group  # noqa: PLC0415 - torch, for this one alone
+
+        super().setup(rank)
+        init_process_group(rank)
+
+    def execute(self, step: Any) -> Any:
+        if not (isinstance(step, list) and step[0] == "collective"):
+            return super().execute(step)
+        # Every rank but those that are listed with "raise" or "block" enters the collective.
+        import torch  # noqa: PLC0415
+
+        _, otherwise, *ranks = step
+        if self.info.rank in ranks:
+            signs.note(self.directory, f"{otherwise}-{self.info.rank}")
+            return self._do(otherwise)
+        tensor = torch.ones(1)
+        signs.note(self.directory, f"collective-{self.info.rank}")
+        torch.distributed.all_reduce(tensor)
+        return tensor.item()
+
+    def teardown(self) -> None:
+        from stepcast.workers.process_group import destroy_process_group  # noqa: PLC0415
+
+        super().teardown()
+        destroy_process_group()
+
+
+class Checksum(Worker):
+    """Answers a step, which is an array of bytes, with the count of steps so far, its length and its checksum."""
+
+    def setup(self, rank: RankInfo) -> None:
+        self.count = 0
+
+    def execute(self, step: Any) -> list[int]:
+        self.count += 1
+        return [self.count, step.nbytes, zlib.crc32(step)]
