@@ -93,6 +93,7 @@ class Monitor(threading.Thread):
         self._stop_wanted = False
         self._kill_wanted = False
         self._killing = False
+        self._terminated = False
         #: What is sent to the processes that are left, and when; None is the end of patience.
         self._escalation: list[tuple[float, signal.Signals | None]] = []
         self._patience_ended = False
@@ -196,17 +197,18 @@ class Monitor(threading.Thread):
             self._buried.add(process.rank)
             if process.sentinel is not None:
                 self._epoll.unregister(process.sentinel)
-            if process.exit_code() == EXIT_FAILED:
+            if process.exit_code() in (0, EXIT_FAILED):
                 self._hear_last_words(process.rank)
         return [(process, self._relay.stderr_tail(process.rank, _LAST_WORDS_S)) for process in dead]
 
     def _hear_last_words(self, rank: int) -> None:
-        """The rank has said why it ends; its message may be on its way still."""
+        """The rank has said BYE, or why it ends; its message may be on its way still."""
+        inbox = self.group.inbox
         deadline = self._clock() + _LAST_WORDS_S
         poll = select.poll()
         poll.register(self._replies_fd, select.POLLIN)
         self.group.pump.look()
-        while rank not in self.group.inbox.broken and self._clock() < deadline:
+        while not (rank in inbox.broken or rank in inbox.said_bye) and self._clock() < deadline:
             poll.poll(_LAST_WORDS_POLL_MS)
             self.group.pump.look()
 
@@ -217,7 +219,7 @@ class Monitor(threading.Thread):
         rank, phase = process.rank, str(group.inbox.phase(process.rank))
         silent_for_s = now - group.inbox.liveness[rank].last_heard
         group.inbox.liveness[rank].told(now, Phase.GONE)
-        in_good_order = process.exit_code() == 0 and rank in group.inbox.said_bye
+        in_good_order = self._terminated or (process.exit_code() == 0 and rank in group.inbox.said_bye)
         if group.state is GroupState.FAILED or self._kill_wanted or in_good_order or rank in group.inbox.broken:
             return  # it was to end, or has said why it does
         if group.state is GroupState.STARTING:
@@ -308,6 +310,7 @@ class Monitor(threading.Thread):
             if number is None:
                 self._patience_ended = True
                 continue
+            self._terminated = True
             for process in self.group.processes:
                 if number is signal.SIGTERM and process.exit_code() is None:
                     _log.warning("rank %d has not stopped in time; sending %s", process.rank, number.name)

@@ -1,8 +1,8 @@
 """Who reads the replies.
 
 A thread that waits for an answer reads the replies itself, blocked in ZeroMQ: each hop to another thread costs more
-than the rest of the step. While nobody waits, the monitor reads them. A second thread that waits lets the first one read
-for it.
+than the rest of the step. While nobody waits, the monitor reads them. A second thread that waits lets the first one
+read for it.
 
 The reply socket belongs to whoever holds `_reading`. It is *armed* when all that had come was read and the monitor
 watches its descriptor. A waiting thread disarms it, and leaves it so where nobody else waits for an outcome: a loop of

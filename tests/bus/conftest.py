@@ -9,7 +9,6 @@ import zmq
 from zmq.utils import garbage
 
 from stepcast.bus.endpoints import RunDirectory
-
 from tests.bus.rig import Rig
 
 

@@ -275,7 +275,9 @@ def test_a_root_that_is_a_file_is_refused(root: Path, mode: int) -> None:
 def test_a_root_that_may_not_be_written_to_is_refused(root: Path) -> None:
     """A run_dir of somebody else's is an error that names it."""
     root.chmod(0o555)
-    result = subprocess.run([sys.executable, "-c", STRANGER, root], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", STRANGER, root], capture_output=True, text=True, timeout=60, check=False
+    )
     root.chmod(0o700)
     assert result.returncode == 0, result.stderr
     assert f"{root} (not a writable directory)" in result.stdout

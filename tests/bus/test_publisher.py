@@ -21,12 +21,12 @@ from tests.bus.rig import (
     greet,
     lose,
     publish,
-    wait_for_subscription,
     take,
     take_control,
     take_message,
     take_past_gaps,
     take_sequences,
+    wait_for_subscription,
 )
 from tests.harness import wait_until
 

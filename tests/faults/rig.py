@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from stepcast import ExecutorConfig
-from stepcast.bus.liveness import Phase
 
 from tests.faults import signs
-from tests.harness import wait_until
-from tests.leaks import MARK, marked_processes
+from tests.harness import process_has_ended, wait_until
+from tests.leaks import MARK, _marked_processes
 
 HERE = Path(__file__).parent
 VICTIM = f"{HERE}/victims.py:Victim"
@@ -105,6 +103,11 @@ class Stage:
         os.kill(pid, number)
         return killed_at
 
+    def kill_pid(self, pid: int) -> None:
+        """Kill a process that is no child of this one, and wait for its end."""
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: process_has_ended(pid), message=f"the end of process {pid}")
+
     def killed_at(self) -> float:
         """When a worker has killed itself."""
         return signs.read(self.directory, signs.KILLED)[1]
@@ -141,7 +144,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 30.0) -> tuple[int
 
 def census() -> list[psutil.Process]:
     """The processes that this test has started, directly or not, and that live."""
-    return list(marked_processes(os.environ[MARK]))
+    return list(_marked_processes(os.environ[MARK]))
 
 
 def wait_for_none_left(timeout_s: float) -> float:
@@ -154,16 +157,3 @@ def wait_for_none_left(timeout_s: float) -> float:
 def run_directories() -> list[str]:
     """The run directories that are there."""
     return sorted(path.name for path in Path(os.environ["TMPDIR"]).glob("stepcast-*"))
-
-
-def phase_names(*phases: Phase) -> set[str]:
-    """The names of phases, as errors carry them."""
-    return {str(phase) for phase in phases}
-
-
-def timed(record_property: pytest.FixtureRequest, began: float, limit_s: float = ERROR_WITHIN_S) -> float:
-    """Judge how long an error took, and put it into the report."""
-    took_s = time.monotonic() - began
-    record_property("error_after_s", round(took_s, 4))
-    assert took_s < limit_s
-    return took_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -37,8 +38,14 @@ class Victim(Worker):
     def teardown(self) -> None:
         signs.reach("stopping")
 
-    def bystander(self) -> str:
-        return "here"
+    def fork_a_child(self) -> int:
+        if self.info.rank != 1:
+            return 0
+        pid = os.fork()
+        if pid == 0:
+            signs.block()
+            os._exit(0)
+        return pid
 
     def _do(self, word: str) -> Any:
         if word == "raise":
