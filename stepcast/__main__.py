@@ -10,7 +10,7 @@ def main() -> None:
     """Run the command line, where what it needs is installed, and exit."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"stepcast: the command line needs {' and '.join(missing)}: pip install 'stepcast[cli]'", file=sys.stderr)
+        sys.stderr.write(f"stepcast: the command line needs {' and '.join(missing)}: pip install 'stepcast[cli]'\n")
         sys.exit(2)
     try:
         from stepcast.runtime.cli.app import main as run  # noqa: PLC0415 - needs what was just looked for

@@ -136,7 +136,7 @@ class _Rank:
     def _set_up(self) -> Worker:
         boot = self._boot
         self._tell(Phase.IMPORTING)
-        worker = (self._worker_class or load_worker_class(boot.worker))()
+        worker = (self._worker_class or load_worker_class(boot.worker, own_process=True))()
         self._tell(Phase.LOADING)
         worker.setup(
             RankInfo(

@@ -7,9 +7,10 @@ import dataclasses
 import importlib.util
 import io
 import json
-import os
+import logging
 import signal
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,8 @@ _CAUSAL_LM = "stepcast.workers.causal_lm:CausalLM"
 _ECHO = "stepcast.workers.echo:Echo"
 #: What generating text can't do without, by the names that are imported.
 _GENERATE_NEEDS = ("torch", "transformers", "safetensors", "tokenizers", "jinja2")
+
+_log = logging.getLogger("stepcast.cli")
 
 
 class Backend(str, Enum):
@@ -66,6 +69,13 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show what 
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show everything that is logged, and tracebacks.")]
 LogFormatOption = Annotated[LogFormat | None, typer.Option(help="How log lines on stderr are written.")]
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stepcast {package_version('stepcast') or '(not installed)'}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="stepcast",
     help="Run one model on several accelerators.",
@@ -79,7 +89,7 @@ app = typer.Typer(
 def stepcast(
     *,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on))
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Run one model on several accelerators."""
@@ -87,7 +97,7 @@ def stepcast(
 
 @app.command()
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What the model is to answer.", show_default=False)],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What the model is to answer.")],
     *,
     world_size: Annotated[int | None, typer.Option(metavar="N", help="The number of ranks.", show_default="1")] = None,
     model: Annotated[
@@ -138,6 +148,8 @@ def generate(
             print(json.dumps(result.to_json()), file=out, flush=True)
         elif console is not None:
             console.print(result.summary(), style="dim", highlight=False, soft_wrap=True)
+        else:
+            _log.info("%s", result.summary())
 
 
 @app.command()
@@ -183,15 +195,9 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
-    if wanted:
-        print(f"stepcast {package_version('stepcast') or '(not installed)'}")
-        raise typer.Exit
-
-
 @contextlib.contextmanager
-def _results_on_stdout() -> Any:
-    """Keep stdout for results: whatever else prints, such as a library in the "uni" backend's rank, prints to stderr."""
+def _results_on_stdout() -> Iterator[TextIO]:
+    """Keep stdout for results: what a library prints, such as one in the "uni" backend's rank, goes to stderr."""
     out: TextIO = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # the terminal's encoding may lack what a model says

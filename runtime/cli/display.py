@@ -55,7 +55,7 @@ class Stream(Display):
         self._is_terminal = out.isatty()
         self._wrote = False
 
-    def show(self, index: int, text: str, finish_reason: str | None) -> None:
+    def show(self, index: int, text: str, finish_reason: str | None) -> None:  # noqa: ARG002 - there is but one
         self._out.write(for_terminal(text) if self._is_terminal else text)
         self._wrote |= bool(text)
         if finish_reason is not None:

@@ -41,7 +41,8 @@ def _sections(report: Report) -> Iterator[tuple[str, list[Text]]]:
     yield "cores", [Text(_processors(report.processors))]
     yield "memory", [Text(_memory(report.memory))]
     yield "run directory", _run_directory(report.run_directory)
-    yield "limits", [Text(", ".join(f"{name.replace('_', ' ')} {_limit(each)}" for name, each in report.limits.items()))]
+    limits = (f"{name.replace('_', ' ')} {_limit(each)}" for name, each in report.limits.items())
+    yield "limits", [Text(", ".join(limits))]
     yield "kernel", [_kernel(report)]
     yield "start methods", [Text(", ".join(report.start_methods))]
     for name, trial in report.backends.items():
@@ -103,6 +104,6 @@ def _trial(trial: Trial) -> Text:
     )
 
 
-def _verdict(good: bool, text: str, *, strong: bool = False) -> Text:  # noqa: FBT001 - a verdict is what it is
+def _verdict(good: bool, text: str, *, strong: bool = False) -> Text:
     mark = Text("ok  ", style="green") if good else Text("no  ", style="red")
     return mark.append(text, style="bold" if strong else "")

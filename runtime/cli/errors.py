@@ -26,8 +26,8 @@ _log = logging.getLogger("stepcast.cli")
 class Outcome(contextlib.AbstractContextManager["Outcome"]):
     """Ends a command whose body raised, in a line on stderr and an exit code.
 
-    A wrong setting or input exits with 2, any other failure with 1, Ctrl-C with 130. An error that is none of stepcast's
-    nor the system's is a bug, and keeps its traceback.
+    A wrong setting or input exits with 2, any other failure with 1, Ctrl-C with 130. An error that is neither
+    stepcast's nor the system's is a bug, and keeps its traceback.
 
     Args:
         debug: whether to show tracebacks.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,10 @@ from stepcast.runtime.checkpoint import resolve_model
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.executor import Executor
 from stepcast.runtime.generation import Generator, SamplingParams, Scheduler, Tokenizer
-from stepcast.runtime.pending import StepFuture
 from stepcast.workers.model_config import check_world_size, read_model_config, sequence_limit
 
 from .display import Display, progress
+from .figures import Percentiles, StepClock, percentiles
 
 #: As many sequences share a step at most, unless the configuration says otherwise.
 _MAX_SEQUENCES = 64
@@ -63,19 +62,6 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Percentiles:
-    """Of the steps' times, in microseconds.
-
-    Attributes:
-        p50: half of the steps took no longer.
-        p99: 99 % of them took no longer.
-    """
-
-    p50: float
-    p99: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,24 +135,22 @@ def prepare(
     check_world_size(model_config, config.world_size)
     longest = sequence_limit(model_config)
     max_sequences = _positive(options, "max_sequences", _MAX_SEQUENCES)
-    job = Job(
-        config=config.replace(
-            worker_options={**options, "model": str(directory.absolute()), "max_sequences": max_sequences}
-        ),
-        prompts=prompts,
-        tokens=[],
-        params=params,
-        tokenizer=Tokenizer(directory),
-        max_sequences=max_sequences,
-        max_sequence_length=min(longest, _positive(options, "max_sequence_length", longest)),
-    )
-    trial = Scheduler(job.tokenizer, max_running=max_sequences, max_sequence_length=job.max_sequence_length)
-    tokens = []
-    for prompt in prompts:
-        ids = job.tokenizer.encode(_well_formed(prompt), chat=chat)
+    max_sequence_length = min(longest, _positive(options, "max_sequence_length", longest))
+    tokenizer = Tokenizer(directory)
+    tokens = [tokenizer.encode(_well_formed(prompt), chat=chat) for prompt in prompts]
+    trial = Scheduler(tokenizer, max_running=max_sequences, max_sequence_length=max_sequence_length)
+    for ids in tokens:
         trial.add(ids, params)  # refuses what is too long, before a group is started for it
-        tokens.append(ids)
-    return dataclasses.replace(job, tokens=tokens)
+    options |= {"model": str(directory.absolute()), "max_sequences": max_sequences}
+    return Job(
+        config=config.replace(worker_options=options),
+        prompts=prompts,
+        tokens=tokens,
+        params=params,
+        tokenizer=tokenizer,
+        max_sequences=max_sequences,
+        max_sequence_length=max_sequence_length,
+    )
 
 
 def run(job: Job, display: Display, console: Console | None) -> Result:
@@ -214,70 +198,6 @@ def run(job: Job, display: Display, console: Console | None) -> Result:
             bus_overhead_us=percentiles(clock.overheads_us()),
             elapsed_s=elapsed_s,
         )
-
-
-class StepClock:
-    """Runs steps on an executor, and notes how long each takes.
-
-    Args:
-        executor: the executor.
-        clock: a monotonic clock, in nanoseconds.
-    """
-
-    def __init__(self, executor: Executor, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._executor = executor
-        self._clock = clock
-        self._taken: list[tuple[int, StepFuture]] = []
-
-    def step(self, payload: Any) -> Any:
-        """Run a step.
-
-        Args:
-            payload: as in `Executor.step`.
-
-        Returns:
-            The output rank's result.
-
-        Raises:
-            StepcastError: as `Executor.step`.
-        """
-        began = self._clock()
-        future = self._executor.submit(payload)
-        result = future.result()
-        self._taken.append((self._clock() - began, future))
-        return result
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that were answered."""
-        return len(self._taken)
-
-    def latencies_us(self) -> list[float]:
-        """Microseconds from each step's publication to its result."""
-        return [taken_ns / 1000 for taken_ns, _ in self._taken]
-
-    def overheads_us(self) -> list[float]:
-        """The same less what the slowest rank computed. Below 0 where a rank was still at it when the result came."""
-        return [
-            (taken_ns - max(times.compute_ns for times in future.times.values())) / 1000
-            for taken_ns, future in self._taken
-        ]
-
-
-def percentiles(samples: Iterable[float]) -> Percentiles:
-    """Return the 50th and the 99th percentile, linear between neighbours.
-
-    Args:
-        samples: at least one.
-    """
-    ordered = sorted(samples)
-
-    def at(fraction: float) -> float:
-        place = fraction * (len(ordered) - 1)
-        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
-        return round(below + (above - below) * (place - math.floor(place)), 1)
-
-    return Percentiles(p50=at(0.5), p99=at(0.99))
 
 
 def _positive(options: dict[str, Any], name: str, default: int) -> int:

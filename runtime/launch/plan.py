@@ -113,7 +113,7 @@ def worker_spec(worker: str | type[Worker]) -> str:
         return f"{worker.__module__}:{worker.__qualname__}"
     main = sys.modules["__main__"]
     if main.__spec__ is not None and main.__spec__.name not in ("__main__", ""):  # python -m package.module
-        return f"{main.__spec__.name.removesuffix('.__main__')}:{worker.__qualname__}"
+        return f"{main.__spec__.name}:{worker.__qualname__}"
     try:
         path = inspect.getsourcefile(worker)
     except (TypeError, OSError):

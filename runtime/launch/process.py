@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from typing import IO
 
@@ -89,7 +90,12 @@ class ForkedProcess(WorkerProcess):
 
     def __init__(self, rank: int, process: BaseProcess, outputs: tuple[IO[bytes], IO[bytes]]) -> None:
         assert process.pid is not None  # noqa: S101 - it was started
-        super().__init__(rank, process.pid, process.sentinel, outputs)
+        self._pidfd: int | None = None
+        if isinstance(process, ForkProcess):
+            # Its sentinel is a pipe, whose write end the rank's own forks inherit: they would hide its death.
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(process.pid)
+        super().__init__(rank, process.pid, process.sentinel if self._pidfd is None else self._pidfd, outputs)
         self._process = process
 
     def exit_code(self) -> int | None:
@@ -100,4 +106,7 @@ class ForkedProcess(WorkerProcess):
 
     def close(self) -> None:
         self.sentinel = None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         self._process.close()

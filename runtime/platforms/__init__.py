@@ -1,7 +1,7 @@
 """Which kinds of device this host has, told from device files, packages and variables.
 
-Nothing is imported and no device is opened: importing torch takes seconds, and asking a device's runtime may acquire the
-device, which a driver must leave to its ranks.
+Nothing is imported and no device is opened: importing torch takes seconds, and asking a device's runtime may acquire
+the device, which a driver must leave to its ranks.
 """
 
 from __future__ import annotations

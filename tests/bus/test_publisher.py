@@ -191,6 +191,7 @@ def test_a_message_is_in_flight_until_the_last_rank_has_answered(rig: Rig) -> No
     publisher.acknowledge(0, 2)
     assert (publisher.in_flight, publisher.slow_ranks()) == (2, [0])
     assert [publisher.unanswered(rank) for rank in range(3)] == [2, 1, 0]
+    assert [publisher.acknowledged(rank) for rank in range(3)] == [2, 3, 4]
     publisher.acknowledge(0, 4)
     publisher.acknowledge(1, 4)
     assert (publisher.in_flight, publisher.in_flight_bytes, publisher.slow_ranks()) == (0, 0, [])

@@ -1,6 +1,6 @@
-"""Writes a small random Llama with a byte-level tokenizer: `make_tiny_model.py DIRECTORY`. World sizes 1 and 3 divide it.
+"""Writes a small random Llama with a byte-level tokenizer: `make_tiny_model.py DIRECTORY`.
 
-A program of its own, so that the tests' process need not import torch.
+World sizes 1 and 3 divide it. A program of its own, so that the tests' process need not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=3,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,
         initializer_range=0.3,  # wide, so that the random model has clear favourites
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(END),

@@ -120,9 +120,11 @@ class Stage:
 
 
 @contextlib.contextmanager
-def embedder(scenario: str, settings: dict[str, Any], **popen: Any) -> Iterator[subprocess.Popen[str]]:
+def embedder(
+    scenario: str, settings: dict[str, Any], argument: Any = None, **popen: Any
+) -> Iterator[subprocess.Popen[str]]:
     """Run a scenario of `embedders.py` in a process of its own; it is killed where the test does not end it."""
-    command = [sys.executable, str(HERE / "embedders.py"), scenario, json.dumps(settings)]
+    command = [sys.executable, str(HERE / "embedders.py"), scenario, json.dumps(settings), json.dumps(argument)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
     try:
         yield process

@@ -72,7 +72,7 @@ def test_a_rank_killed_while_idle_ends_the_group_unasked(
     failures: list[StepcastError] = []
     config = stage.config(start_method=method)
     with Executor(config, on_failure=lambda error: (failures.append(error), failed.set())) as executor:
-        assert executor.step("before") == "before"
+        assert executor.step("before", gather=True) == ["before"] * 3
         pids = executor.worker_pids
         killed_at = stage.kill(f"loading-{victim}")
         assert failed.wait(10)

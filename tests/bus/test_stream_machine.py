@@ -1,0 +1,290 @@
+"""The step stream as a whole, over a transport that loses, repeats and cuts: no rank skips or repeats a message."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stepcast.bus.frames import STEP_CLASS, Kind
+from stepcast.bus.liveness import TailGap
+from stepcast.bus.publisher import Publisher
+from stepcast.bus.subscriber import Gap, StepSubscriber
+from tests.bus.rig import EPOCH, RUN_ID
+
+WORLD_SIZE = 3
+WINDOW = 5
+WINDOW_BYTES = 60
+#: Messages that a rank's connection holds before the publisher is refused: less than a window's replay may need.
+PIPE = 7
+ENOUGH_ROUNDS = 60
+
+ranks = st.integers(0, WORLD_SIZE - 1)
+
+
+# --- A transport ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Connection:
+    """What is on its way to one rank."""
+
+    messages: deque[list[bytes]] = field(default_factory=deque)
+    up: bool = True
+
+
+class FakeSocket:
+    """What publisher and subscriber ask of a socket beside sending and receiving."""
+
+    closed = False
+
+    def setsockopt(self, option: int, value: object) -> None:
+        pass
+
+    def bind(self, endpoint: str) -> None:
+        pass
+
+    def connect(self, endpoint: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakePublisherSocket(FakeSocket):
+    """An XPUB with NODROP: a message goes to all connections, or it is refused before its first part."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+        self._parts: list[bytes] = []
+
+    def send(self, data: bytes | memoryview, flags: int = 0, *, copy: bool = True) -> None:
+        open_connections = [each for each in self._connections if each.up]
+        if not self._parts and any(len(each.messages) >= PIPE for each in open_connections):
+            raise zmq.Again
+        self._parts.append(bytes(data))
+        if not flags & zmq.SNDMORE:
+            for each in open_connections:
+                each.messages.append(self._parts)
+            self._parts = []
+
+    @property
+    def is_between_messages(self) -> bool:
+        return not self._parts
+
+
+class FakeSubscriberSocket(FakeSocket):
+    """A SUB that receives the message at the head of its connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parts: deque[bytes] = deque()
+
+    def recv(self, *, copy: bool = True) -> Any:
+        if not self._parts:
+            self._parts.extend(self._connection.messages.popleft())
+        part = self._parts.popleft()
+        return part if copy else zmq.Frame(part)
+
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.RCVMORE
+        return bool(self._parts)
+
+
+class FakeContext:
+    """Hands out the one socket that it was made with."""
+
+    def __init__(self, socket: FakeSocket) -> None:
+        self._socket = socket
+
+    def socket(self, kind: int) -> FakeSocket:
+        return self._socket
+
+
+# --- Driver and ranks -----------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A rank's loop and responder, as far as the stream goes: take, answer, ask for what is missing."""
+
+    def __init__(self) -> None:
+        self.connection = Connection()
+        context: Any = FakeContext(FakeSubscriberSocket(self.connection))
+        self.steps = StepSubscriber(context, "", run_id=RUN_ID, epoch=EPOCH, max_message_bytes=1000)
+        self.taken: list[tuple[int, list[bytes]]] = []
+        self.loop_says: deque[tuple[Kind, int]] = deque()
+        self.responder_says: deque[tuple[Kind, int]] = deque()
+        self._asked_for = 0
+        self._tail = TailGap()
+
+    def receive(self) -> None:
+        """Take what is at the head of the connection."""
+        item = self.steps.next()
+        if isinstance(item, Gap):
+            assert item.expected == len(self.taken) + 1
+            assert item.got > item.expected
+            if item.expected != self._asked_for:
+                self._asked_for = item.expected
+                self.loop_says.append((Kind.GAP, item.expected))
+        elif item is not None:
+            self.taken.append((item.header.sequence, [bytes(frame) for frame in item.frames]))
+            self.loop_says.append((Kind.RESULT, item.header.sequence))
+
+    def heartbeat(self, highest: int) -> None:
+        """Receive a heartbeat; the loop is idle, since it takes a message the moment it receives it."""
+        if self._tail.heartbeat(highest, self.steps.sequence, idle=True):
+            self.responder_says.append((Kind.GAP, self.steps.sequence + 1))
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """A driver and its ranks. Replies travel safely, steps and heartbeats do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = [Rank() for _ in range(WORLD_SIZE)]
+        self.socket = FakePublisherSocket([rank.connection for rank in self.ranks])
+        context: Any = FakeContext(self.socket)
+        self.publisher = Publisher(
+            context,
+            "",
+            run_id=RUN_ID,
+            epoch=EPOCH,
+            world_size=WORLD_SIZE,
+            max_in_flight=WINDOW,
+            max_in_flight_bytes=WINDOW_BYTES,
+        )
+        self.published: list[list[bytes]] = []
+        self.acknowledged = [0] * WORLD_SIZE
+
+    # The driver.
+
+    @rule(sizes=st.lists(st.integers(0, 15), min_size=1, max_size=3))
+    def publish(self, sizes: list[int]) -> None:
+        number = len(self.published) + 1
+        frames = [bytes([number % 256]) * size for size in sizes]
+        unanswered = self.published[min(self.acknowledged) :]
+        has_credit = (
+            len(unanswered) < WINDOW and sum(len(b"".join(each)) for each in unanswered) + sum(sizes) <= WINDOW_BYTES
+        )
+        assert self.publisher.has_credit(sum(sizes)) == has_credit
+        if not has_credit:
+            return
+        is_full = any(rank.connection.up and len(rank.connection.messages) >= PIPE for rank in self.ranks)
+        sequence = self.publisher.publish(Kind.STEP, number, frames, sum(sizes))
+        assert sequence == (None if is_full else number)
+        if sequence is not None:
+            self.published.append(frames)
+
+    @rule(index=ranks, of_responder=st.booleans())
+    def read_reply(self, index: int, of_responder: bool) -> None:
+        """Read a reply. Those of a rank's loop and of its responder come over sockets of their own, in any order."""
+        rank = self.ranks[index]
+        says = rank.responder_says if of_responder else rank.loop_says
+        if not says:
+            return
+        kind, sequence = says.popleft()
+        if kind == Kind.RESULT:
+            self.acknowledged[index] = sequence
+            self.publisher.acknowledge(index, sequence)
+        elif sequence > self.publisher.acknowledged(index):  # else the other socket was faster: it is no longer missing
+            self.publisher.replay(sequence)
+
+    @rule(lost=st.sets(ranks))
+    def heartbeat(self, lost: set[int]) -> None:
+        for index, rank in enumerate(self.ranks):
+            if index not in lost:
+                rank.heartbeat(self.publisher.sequence)
+
+    # The ranks.
+
+    @rule(index=ranks, count=st.integers(1, PIPE))
+    def receive(self, index: int, count: int) -> None:
+        rank = self.ranks[index]
+        for _ in range(min(count, len(rank.connection.messages))):
+            rank.receive()
+
+    # The transport.
+
+    @rule(index=ranks, position=st.integers(0, PIPE))
+    def lose(self, index: int, position: int) -> None:
+        messages = self.ranks[index].connection.messages
+        if position < len(messages):
+            del messages[position]
+
+    @rule(index=ranks, position=st.integers(0, PIPE))
+    def repeat(self, index: int, position: int) -> None:
+        messages = self.ranks[index].connection.messages
+        if position < len(messages):
+            messages.insert(position, messages[position])
+
+    @rule(index=ranks)
+    def cut(self, index: int) -> None:
+        connection = self.ranks[index].connection
+        connection.up = False
+        connection.messages.clear()
+
+    @precondition(lambda self: not all(rank.connection.up for rank in self.ranks))
+    @rule()
+    def mend(self) -> None:
+        for rank in self.ranks:
+            rank.connection.up = True
+
+    # What always holds.
+
+    @invariant()
+    def every_rank_has_the_stream_from_its_beginning(self) -> None:
+        for rank in self.ranks:
+            assert [sequence for sequence, _ in rank.taken] == [*range(1, len(rank.taken) + 1)]
+            assert [frames for _, frames in rank.taken] == self.published[: len(rank.taken)]
+            assert rank.steps.sequence == len(rank.taken)
+
+    @invariant()
+    def the_windows_are_never_exceeded(self) -> None:
+        unanswered = self.published[min(self.acknowledged) :]
+        assert self.publisher.in_flight == len(unanswered) <= WINDOW
+        assert self.publisher.in_flight_bytes == sum(len(b"".join(each)) for each in unanswered) <= WINDOW_BYTES
+
+    @invariant()
+    def nothing_is_half_sent(self) -> None:
+        assert self.socket.is_between_messages
+        for rank in self.ranks:
+            assert all(parts[0][:1] == STEP_CLASS for parts in rank.connection.messages)
+
+    @invariant()
+    def the_publisher_knows_who_is_slow(self) -> None:
+        lowest = min(self.acknowledged)
+        slow = (
+            [] if lowest == len(self.published) else [i for i, each in enumerate(self.acknowledged) if each == lowest]
+        )
+        assert self.publisher.slow_ranks() == slow
+
+    def teardown(self) -> None:
+        """Over a connection that works everything arrives in the end, by replies and heartbeats alone."""
+        self.mend_all()
+        for _ in range(ENOUGH_ROUNDS):
+            self.heartbeat(set())
+            for index, rank in enumerate(self.ranks):
+                self.receive(index, len(rank.connection.messages))
+                while rank.loop_says or rank.responder_says:
+                    self.read_reply(index, of_responder=not rank.loop_says)
+            if not self.publisher.in_flight:
+                break
+        for rank in self.ranks:
+            assert len(rank.taken) == len(self.published)
+        assert (self.publisher.in_flight, self.publisher.in_flight_bytes) == (0, 0)
+        self.every_rank_has_the_stream_from_its_beginning()
+        self.publisher.close()
+
+    def mend_all(self) -> None:
+        for rank in self.ranks:
+            rank.connection.up = True
+
+
+TestStream = StreamMachine.TestCase
+TestStream.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
