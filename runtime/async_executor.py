@@ -12,8 +12,8 @@ from stepcast.bus.errors import Closed, StepcastError
 from .config import ExecutorConfig
 from .executor import Executor
 from .health import GroupHealth
-from .pending import StepFuture
 from .state import GroupState
+from .step import StepFuture
 
 
 class AsyncExecutor:

@@ -16,9 +16,9 @@ from stepcast.workers.loading import stop_if_loading_script
 from .config import ExecutorConfig
 from .group import Request
 from .health import GroupHealth
-from .pending import Limit, StepFuture
 from .processes import MpGroup
 from .state import GroupState
+from .step import Limit, StepFuture
 from .uni import UniGroup
 
 _NOT_CALLABLE = frozenset({"setup", "execute", "teardown", "abort"})

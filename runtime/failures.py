@@ -18,8 +18,8 @@ from stepcast.bus.errors import (
 
 from .config import ExecutorConfig
 from .launch.process import WorkerProcess
-from .pending import Limit
 from .state import GroupState
+from .step import Limit
 
 
 def describe_exit(exit_code: int | None) -> str:

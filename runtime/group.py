@@ -28,9 +28,10 @@ from .config import ExecutorConfig
 from .health import GroupHealth, RankHealth
 from .inbox import Inbox
 from .launch.process import WorkerProcess
-from .pending import Limit, Pending, PendingTable, StepFuture
+from .pending import PendingTable
 from .pump import Pump
 from .state import GroupState, can_change
+from .step import Limit, Pending, StepFuture
 
 #: How soon a publication is tried again that a pipe refused although the windows have room.
 _REFUSED_RETRY_S = 0.005

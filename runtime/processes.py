@@ -20,8 +20,8 @@ from .launch import mp
 from .launch.plan import plan_ranks, rank_environment
 from .launch.process import WorkerProcess
 from .monitor import Monitor
-from .pending import StepFuture
 from .state import GroupState
+from .step import StepFuture
 
 _log = logging.getLogger("stepcast.runtime")
 

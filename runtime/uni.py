@@ -28,8 +28,9 @@ from . import failures
 from .config import ExecutorConfig
 from .group import Request
 from .health import GroupHealth, RankHealth
-from .pending import Pending, PendingTable, StepFuture
+from .pending import PendingTable
 from .state import GroupState, can_change
+from .step import Pending, StepFuture
 
 _log = logging.getLogger("stepcast.runtime")
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from stepcast.runtime.executor import Executor as Executor
     from stepcast.runtime.health import GroupHealth as GroupHealth
     from stepcast.runtime.health import RankHealth as RankHealth
-    from stepcast.runtime.pending import StepFuture as StepFuture
     from stepcast.runtime.state import GroupState as GroupState
+    from stepcast.runtime.step import StepFuture as StepFuture
     from stepcast.workers.base import RankInfo as RankInfo
     from stepcast.workers.base import Worker as Worker
 
@@ -48,7 +48,7 @@ _HOMES = {
     "stepcast.runtime.config": ("ExecutorConfig",),
     "stepcast.runtime.executor": ("Executor",),
     "stepcast.runtime.health": ("GroupHealth", "RankHealth"),
-    "stepcast.runtime.pending": ("StepFuture",),
+    "stepcast.runtime.step": ("StepFuture",),
     "stepcast.runtime.state": ("GroupState",),
     "stepcast.workers.base": ("RankInfo", "Worker"),
 }

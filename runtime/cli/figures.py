@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepcast.runtime.executor import Executor
-from stepcast.runtime.pending import StepFuture
+from stepcast.runtime.step import StepFuture
 
 
 @dataclass(frozen=True, kw_only=True)

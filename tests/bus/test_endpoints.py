@@ -363,13 +363,18 @@ def test_other_things_are_kept(root: Path) -> None:
     assert (root / "precious" / "file").exists()
 
 
-def test_a_lock_that_is_a_link_is_not_followed(root: Path) -> None:
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_lock_that_is_a_link_is_not_followed(root: Path, dangling: bool) -> None:
     """A directory whose lock points elsewhere is not ours to judge."""
     path = leave_unlocked(root, UNLOCKED_GRACE_S + 10)
+    status = path.stat()
     (path / "lock").symlink_to(root / "elsewhere")
+    os.utime(path, (status.st_atime, status.st_mtime))
+    if not dangling:
+        (root / "elsewhere").touch()
     assert sweep(root) == []
     assert path.is_dir()
-    assert not (root / "elsewhere").exists()
+    assert (root / "elsewhere").exists() != dangling
 
 
 def test_an_empty_root_has_nothing_to_sweep(root: Path) -> None:

@@ -417,6 +417,18 @@ def test_a_replay_stops_at_a_full_pipe_and_can_be_asked_for_again(rig: Rig) -> N
     assert take_past_gaps(rank, count + 1) == [*range(1, count + 2)]
 
 
+def test_a_replay_that_is_refused_in_the_middle_leaves_no_hole(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a message that a pipe has refused none is published, though the pipe may have room again by then."""
+    publisher = rig.publisher()
+    for _ in range(3):
+        publish(publisher)
+    refusals = iter([True, False, True])
+    monkeypatch.setattr(publisher, "_send", lambda header, frames: next(refusals))
+    assert publisher.replay(1) == 1
+    assert publisher.replayed == 1
+    assert next(refusals)
+
+
 def test_frames_are_let_go_of_once_every_rank_has_answered(rig: Rig) -> None:
     """The store keeps a message's frames for a replay, and no longer."""
     publisher = rig.publisher(world_size=2)

@@ -1,0 +1,145 @@
+"""One step under way: its limits, its answers, and the future that an embedder holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stepcast.bus.errors import StepFailed
+from stepcast.bus.frames import Times, parse_times
+
+
+class StepFuture(Future[Any]):
+    """The future of a step or a call.
+
+    Waiting for it reads the replies in the waiting thread where no other thread does so already. Cancelling it aborts
+    the step.
+
+    Attributes:
+        step: the step's id, for `Executor.abort`.
+    """
+
+    def __init__(
+        self, entry: Pending, wait: Callable[[Pending, float | None], None], abort: Callable[[int], bool]
+    ) -> None:
+        super().__init__()
+        self.step = entry.step
+        self._entry = entry
+        self._wait = wait
+        self._abort = abort
+
+    @property
+    def times(self) -> dict[int, Times]:
+        """The times of each rank that has answered so far, by rank."""
+        return {rank: parse_times(data) for rank, data in list(self._entry.times.items())}
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the answer.
+
+        Args:
+            timeout: the longest to wait, in seconds; the step goes on when it passes.
+
+        Returns:
+            The output rank's answer, or all ranks' where they are gathered.
+
+        Raises:
+            TimeoutError: the timeout passed (`concurrent.futures.TimeoutError` before Python 3.11).
+            StepcastError: the step failed.
+        """
+        if not self.done():
+            self._wait(self._entry, timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the step to end.
+
+        Args:
+            timeout: as in `result`.
+
+        Returns:
+            Its error; None where it has none.
+        """
+        if not self.done():
+            self._wait(self._entry, timeout)
+        return super().exception(0)
+
+    def cancel(self) -> bool:
+        """Abort the step: the future fails with `StepAborted`, and its answers are dropped as they come.
+
+        Returns:
+            False where the step is not under way any more.
+        """
+        return self._abort(self.step)
+
+
+class Limit(NamedTuple):
+    """A time limit, and the setting it comes from.
+
+    Attributes:
+        seconds: the limit.
+        knob: the setting's name.
+    """
+
+    seconds: float
+    knob: str
+
+
+@dataclass(slots=True)
+class Pending:
+    """One message that some rank has not answered.
+
+    Attributes:
+        sequence: its sequence number.
+        step: its step id.
+        name: what the errors call it, before its id.
+        gather: whether every rank's answer is wanted.
+        answer_rank: the rank whose answer is wanted otherwise.
+        needs_all: whether the outcome waits for every rank, so that buffers may be reused once it is known.
+        published_at: the clock's reading when it was published.
+        limit: the embedder's own limit, which fails this step only.
+        hard_limit: the limit past which the group ends.
+        future: what is resolved with the outcome, where somebody holds one.
+        waiting: a bit for each rank that has not answered.
+        answers: what has been answered, by rank.
+        times: when each rank worked on it, for `parse_times`, by rank.
+        failure: the first failure that a rank reported.
+        failed_at: when that was; never for an answer that only the driver could not read.
+        ready: the outcome is known, and given out in its turn.
+        settled: the outcome was given out: `value` or `error`.
+    """
+
+    sequence: int
+    step: int
+    name: str
+    gather: bool
+    answer_rank: int
+    needs_all: bool
+    published_at: float
+    limit: Limit | None
+    hard_limit: Limit
+    future: StepFuture | None = None
+    waiting: int = 0
+    answers: dict[int, Any] = field(default_factory=dict)
+    times: dict[int, bytes] = field(default_factory=dict)
+    failure: StepFailed | None = None
+    failed_at: float = math.inf
+    ready: bool = False
+    settled: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.step}"
+
+    def missing(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [rank for rank in range(self.waiting.bit_length()) if self.waiting >> rank & 1]
+
+    def outcome(self) -> Any:
+        """Return the value, or raise the error, of a step that is settled."""
+        if self.error is not None:
+            raise self.error
+        return self.value
