@@ -198,6 +198,11 @@ def decode(frames: Sequence[bytes | memoryview]) -> Any:
     Raises:
         ProtocolError: the frames are not what `encode` makes, or need numpy or torch, which is missing here.
     """
+    if len(frames) == 1:  # plain values, as nearly always: the rest is for what this can't read
+        try:
+            return unpackb(frames[0], strict_map_key=False, ext_hook=_no_ext, max_ext_len=0)
+        except Exception:  # noqa: BLE001, S110 - what it is, the long way finds out
+            pass
     try:
         try:
             return _decode(frames)
@@ -218,6 +223,10 @@ def _decode(frames: Sequence[bytes | memoryview], on_pairs: Callable[[Any], Any]
     if any(entries):
         _bad("a buffer that its value does not use", "each buffer used once")
     return value
+
+
+def _no_ext(ext_code: int, data: bytes) -> NoReturn:
+    raise ValueError(f"ext type {ext_code} of {len(data)} bytes, but no buffers")
 
 
 def _frozen(key: Any) -> Any:

@@ -88,24 +88,36 @@ class TailGap:
     """Finds out that the last published message never arrived.
 
     Steps and heartbeats come over different sockets, so one heartbeat that is ahead of the steps proves nothing. Two in
-    a row, between which an idle loop has received nothing, do.
+    a row, between which an idle loop has received nothing, do, if time has passed between them: a process that was
+    stopped finds several in its queue at once, and the step in another one.
+
+    Args:
+        grace_s: how long a message may be on its way after the first heartbeat that is ahead of it, in seconds. Zero
+            where a false alarm does no harm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = 0.0) -> None:
+        self._grace_s = grace_s
         self._suspect: int | None = None
+        self._since = 0.0
 
-    def heartbeat(self, highest: int, received: int, *, idle: bool) -> bool:
+    def heartbeat(self, highest: int, received: int, *, idle: bool, now: float = 0.0) -> bool:
         """Judge one heartbeat.
 
         Args:
             highest: the highest sequence number published, as the heartbeat says.
             received: the highest that this rank's loop has received.
             idle: whether the loop is parked on its step socket.
+            now: the clock's reading; not needed without a grace.
 
         Returns:
             True where the messages from `received` + 1 on must be asked for again.
         """
-        missing = idle and received < highest
-        proven = missing and self._suspect == received
-        self._suspect = received if missing else None
-        return proven
+        if not idle or received >= highest:
+            self._suspect = None
+            return False
+        if self._suspect != received:
+            self._suspect = received
+            self._since = now
+            return False
+        return now - self._since >= self._grace_s

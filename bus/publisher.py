@@ -13,11 +13,13 @@ import zmq
 
 from .errors import ProtocolError
 from .frames import DRIVER_RANK, Flag, Wire
+from .sockets import plain_send
 
 #: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
 _HIGH_WATER_SLACK = 64
 
-NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_BUFFERS = int(Flag.BUFFERS)
 
 
 class _Stored(NamedTuple):
@@ -71,6 +73,7 @@ class Publisher:
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._socket.setsockopt(zmq.SNDHWM, max_in_flight + _HIGH_WATER_SLACK)
         self._socket.bind(endpoint)
+        self._plain_send = plain_send(self._socket)
 
     @property
     def endpoint(self) -> str:
@@ -137,7 +140,7 @@ class Publisher:
         return self.sequence - self._acknowledged[rank]
 
     def publish(
-        self, kind: int, step: int, frames: Sequence[bytes | memoryview], size: int, flags: int = Flag.NONE
+        self, kind: int, step: int, frames: Sequence[bytes | memoryview], size: int, flags: int = 0
     ) -> int | None:
         """Publish a step-class message. The caller has checked size and credit.
 
@@ -153,7 +156,7 @@ class Publisher:
         """
         sequence = self.sequence + 1
         if len(frames) > 1:
-            flags |= Flag.BUFFERS
+            flags |= _BUFFERS
         header = self._wire.pack(kind, sequence, step, DRIVER_RANK, flags)
         if not self._send(header, frames):
             return None
@@ -244,14 +247,14 @@ class Publisher:
 
     def _send(self, header: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         # With NODROP only the first part can be refused: a message is sent whole or not at all.
-        send = self._socket.send
+        send = self._plain_send
         last = len(frames) - 1
         try:
-            send(b"".join((header, frames[0])) if frames else header, NOBLOCK if last < 1 else NOBLOCK | SNDMORE)
+            send(b"".join((header, frames[0])) if frames else header, _NOBLOCK if last < 1 else _NOBLOCK | _SNDMORE)
         except zmq.Again:
             self.refused += 1
             return False
         for index in range(1, last + 1):
             # Small parts are copied; large ones are shared with every pipe (pyzmq's copy_threshold).
-            send(frames[index], NOBLOCK if index == last else NOBLOCK | SNDMORE, copy=False)
+            send(frames[index], _NOBLOCK if index == last else _NOBLOCK | _SNDMORE, copy=False)
         return True

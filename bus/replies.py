@@ -11,13 +11,14 @@ from typing import NamedTuple
 import zmq
 
 from .frames import HEADER_BYTES, TIMES_BYTES, BadFrame, Flag, Header, Kind, Wire
-from .subscriber import HEAD_ROOM_BYTES, receive_buffers
+from .sockets import HEAD_ROOM_BYTES, plain_send, receive_buffers
 
 _WAKE_ENDPOINT = "inproc://wake"
 
 _log = logging.getLogger("stepcast.bus")
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _BUFFERS = int(Flag.BUFFERS)
+_new_tuple = tuple.__new__  # as in frames
 _TIMED = frozenset({int(Kind.RESULT), int(Kind.FAILURE)})
 _PAYLOAD_START = {int(kind): HEADER_BYTES + (TIMES_BYTES if kind in _TIMED else 0) for kind in Kind}
 
@@ -145,10 +146,10 @@ class ReplyReader:
         frames: list[bytes | memoryview] = [memoryview(head)[start:]] if len(head) > start else []
         if header.flags & _BUFFERS:
             frames += receive_buffers(self._socket)
+        if 0 <= header.rank < self._world_size and len(head) >= start:
+            return _new_tuple(Reply, (header, head[HEADER_BYTES:start], frames))
         if len(head) < start:
             self._drop("foreign", f"a {Kind(header.kind).name} without its times")
-        elif 0 <= header.rank < self._world_size:
-            return Reply(header, head[HEADER_BYTES:start], frames)
         else:
             self._drop("rank", f"rank {header.rank} of a group of {self._world_size}")
         return None
@@ -195,6 +196,7 @@ class ReplySender:
         self._socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
         self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
         self._socket.connect(endpoint)
+        self._send = plain_send(self._socket)
 
     def send(
         self,
@@ -227,7 +229,7 @@ class ReplySender:
             head = self._wire.pack_timed(kind, sequence, step, self._rank, flags, times)
         if frames:
             head = b"".join((head, frames[0]))
-        send = self._socket.send
+        send = self._send
         send(head, _SNDMORE if last > 0 else 0)
         for index in range(1, last + 1):
             # Copied: the worker may write to its buffers in the next step, before this one's have left.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import zmq
 
 from .frames import CONTROL_CLASS, HEADER_BYTES, PROBE_CLASS, STEP_CLASS, BadFrame, Flag, Header, Kind, Wire
+from .sockets import HEAD_ROOM_BYTES, receive_buffers
 
-_RCVMORE = int(zmq.RCVMORE)
 _BUFFERS = int(Flag.BUFFERS)
-#: What a frame may have beside the payload.
-HEAD_ROOM_BYTES = 256
+_PROBE = int(Kind.PROBE)
+_new_tuple = tuple.__new__  # as in frames
 
 _log = logging.getLogger("stepcast.bus")
 
@@ -40,21 +40,6 @@ class Gap(NamedTuple):
 
     expected: int
     got: int
-
-
-def receive_buffers(socket: zmq.Socket[bytes]) -> list[memoryview]:
-    """Receive the frames of a message that follow its head.
-
-    Args:
-        socket: the socket.
-
-    Returns:
-        Views on them.
-    """
-    buffers = []
-    while socket.getsockopt(_RCVMORE):
-        buffers.append(socket.recv(copy=False).buffer)
-    return buffers
 
 
 class _Subscriber:
@@ -124,7 +109,7 @@ class _Subscriber:
         frames: list[bytes | memoryview] = [memoryview(head)[HEADER_BYTES:]]
         if header.flags & _BUFFERS:
             frames += receive_buffers(self.socket)
-        return Message(header, frames)
+        return _new_tuple(Message, (header, frames))
 
     def close(self) -> None:
         """Close the socket."""
@@ -174,12 +159,14 @@ class StepSubscriber(_Subscriber):
             will come again, this one included; None where what came was dropped.
         """
         message = self.receive()
-        if message is None or message.header.kind == Kind.PROBE:
+        if message is None:
             return None
         sequence = message.header.sequence
-        if sequence == self.sequence + 1:
+        if sequence == self.sequence + 1 and message.header.kind != _PROBE:
             self.sequence = sequence
             return message
+        if message.header.kind == _PROBE:
+            return None
         if sequence <= self.sequence:
             self.duplicates += 1
             return None

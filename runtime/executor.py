@@ -221,7 +221,7 @@ class Executor:
 
 
 def _size(frames: Sequence[bytes | memoryview]) -> int:
-    return sum(map(len, frames))
+    return len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
 
 
 def _limits(timeout_s: float, setting: Limit) -> tuple[Limit, Limit]:

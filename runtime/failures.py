@@ -160,41 +160,33 @@ def back_pressure(slow: Sequence[int], queued: int, queued_bytes: int, config: E
     )
 
 
-def check_open(state: GroupState, failure: StepcastError | None) -> None:
-    """Refuse a step where the group takes none.
+def closed(state: GroupState, failure: StepcastError | None) -> Closed:
+    """The group takes no steps.
 
     Args:
         state: the group's state.
-        failure: the error that has ended it.
-
-    Raises:
-        Closed: it takes no steps.
+        failure: the error that has ended it; the cause of this one.
     """
-    if state.accepts_steps:
-        return
-    if failure is not None:
-        raise Closed(f"the group has failed; start a new executor. The failure: {failure}") from failure
-    raise Closed(f"the executor takes no steps: it is {state.value}")
+    if failure is None:
+        return Closed(f"the executor takes no steps: it is {state.value}")
+    error = Closed(f"the group has failed; start a new executor. The failure: {failure}")
+    error.__cause__ = failure
+    return error
 
 
-def check_size(size: int, config: ExecutorConfig) -> None:
-    """Refuse a message that can never be sent.
+def too_large(size: int, limit: int) -> ProtocolError:
+    """A message can never be sent.
 
     Args:
         size: bytes of payload and buffers.
-        config: the settings.
-
-    Raises:
-        ProtocolError: it is over the limit.
+        limit: the largest that can be.
     """
-    limit = min(config.max_message_bytes, config.max_in_flight_bytes)
-    if size > limit:
-        raise ProtocolError(
-            f"a message of {size} bytes is over the limit of {limit}: send less, or raise max_message_bytes and "
-            "max_in_flight_bytes; nothing was published",
-            expected=f"at most {limit} bytes",
-            got=f"{size} bytes",
-        )
+    return ProtocolError(
+        f"a message of {size} bytes is over the limit of {limit}: send less, or raise max_message_bytes and "
+        "max_in_flight_bytes; nothing was published",
+        expected=f"at most {limit} bytes",
+        got=f"{size} bytes",
+    )
 
 
 def expired(name: str, limit: Limit) -> StepTimeout:

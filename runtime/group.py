@@ -103,6 +103,9 @@ class Group:
         self._wake_monitor = wake_monitor
         self._last_step = 0
         self._room = threading.Condition(self.lock)
+        self._waiting_for_room = 0
+        self._takes_steps = False
+        self._max_bytes = min(config.max_message_bytes, config.max_in_flight_bytes)
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.publisher = Publisher(
@@ -126,6 +129,11 @@ class Group:
         self.heartbeat = HeartbeatTimer(config.heartbeat_interval_s, now)
         self.pending = PendingTable(config.world_size, config.failure_grace_s)
         self.inbox = Inbox(self.publisher, self.pending, config.world_size, now)
+        # What the pump asks for most, without a call in between.
+        self.next_deadline = self.pending.next_deadline
+        self.has_waiting = self.pending.has_waiting
+        self.has_outcomes = self.pending.has_outcomes
+        self.give_out = self.pending.give_out
         self.pump = Pump(self.replies, self, watch=watch, wake_monitor=wake_monitor)
 
     # The way of a step.
@@ -190,6 +198,8 @@ class Group:
         """
         deadline = None if timeout_s is None else self.clock() + timeout_s
         self.pump.read_until(lambda: entry.settled, deadline)
+        if entry.settled and entry.future is None:
+            return
         with self.lock:
             if entry.settled and entry.future is None:
                 return
@@ -253,26 +263,12 @@ class Group:
             rare = reply is not None and self.inbox.take(reply, now)
             if self.pending.degraded != (self.state is GroupState.DEGRADED) and self.state.accepts_steps:
                 self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
-            self.expire(now)
-            self._room.notify_all()
+            if now >= self.pending.earliest:
+                self.expire(now)
+            if self._waiting_for_room:
+                self._room.notify_all()
         if rare:
             self._wake_monitor()
-
-    def next_deadline(self) -> float | None:
-        """The clock's reading at which a limit may pass."""
-        return self.pending.next_deadline()
-
-    def has_waiting(self) -> bool:
-        """Whether an outcome is wanted that is not known yet."""
-        return self.pending.has_waiting()
-
-    def has_outcomes(self) -> bool:
-        """Whether there is an outcome to be given out."""
-        return self.pending.has_outcomes()
-
-    def give_out(self) -> None:
-        """Resolve the futures whose outcome is known. No lock may be held, nor the right to read."""
-        self.pending.give_out()
 
     # What the monitor uses. It holds the lock in all of these.
 
@@ -281,6 +277,7 @@ class Group:
         assert can_change(self.state, state), (self.state, state)  # noqa: S101 - a bug here, never an input
         _log.debug("group %s -> %s", self.state.value, state.value)
         self.state = state
+        self._takes_steps = state.accepts_steps
         self._room.notify_all()
 
     def fail(self, error: StepcastError) -> None:
@@ -340,8 +337,10 @@ class Group:
         if request.limit is not None and request.limit.seconds <= 0:
             raise failures.expired(request.name, request.limit)
         with self.lock:
-            failures.check_open(self.state, self.failure)
-            failures.check_size(request.size, self.config)
+            if not self._takes_steps:
+                raise failures.closed(self.state, self.failure)
+            if request.size > self._max_bytes:
+                raise failures.too_large(request.size, self._max_bytes)
             if not self.publisher.has_credit(request.size):
                 return None
             carried = self.pending.take_carried_failure()
@@ -387,4 +386,8 @@ class Group:
 
         if not self.pump.read_until(has_room, deadline):
             with self._room:  # another thread reads
-                self._room.wait_for(has_room, deadline - self.clock())
+                self._waiting_for_room += 1
+                try:
+                    self._room.wait_for(has_room, deadline - self.clock())
+                finally:
+                    self._waiting_for_room -= 1

@@ -27,6 +27,7 @@ class PendingTable:
     Attributes:
         late: answers dropped because nobody waits for them any more.
         degraded: the last step that every rank has answered had failed on some rank.
+        earliest: the clock's reading at which `expire` may have something to do; never later than when it has.
     """
 
     def __init__(self, world_size: int, failure_grace_s: float) -> None:
@@ -36,7 +37,7 @@ class PendingTable:
         self._by_sequence: dict[int, Pending] = {}
         self._order: deque[Pending] = deque()
         self._outcomes: deque[Pending] = deque()
-        self._earliest = math.inf
+        self.earliest = math.inf
         self._carried: StepFailed | None = None
         self.late = 0
         self.degraded = False
@@ -54,7 +55,7 @@ class PendingTable:
         self._by_sequence[entry.sequence] = entry
         self._order.append(entry)
         limit_s = (entry.limit or entry.hard_limit).seconds  # the embedder's own is never the longer one
-        self._earliest = min(self._earliest, entry.published_at + limit_s)
+        self.earliest = min(self.earliest, entry.published_at + limit_s)
 
     def take_carried_failure(self) -> StepFailed | None:
         """Take the failure that came after its own step's future was resolved: it fails the next one."""
@@ -74,14 +75,17 @@ class PendingTable:
         if entry is None:
             return
         entry.times[rank] = times
-        if entry.settled and frames:
-            self.late += entry.gather or rank == entry.answer_rank
-        elif frames and (entry.gather or rank == entry.answer_rank):
-            try:
-                entry.answers[rank] = codec.decode(frames)
-            except ProtocolError as problem:
-                entry.failure = entry.failure or _undecodable(entry, rank, problem)
-        self._judge(entry, rank)
+        is_answer = rank == entry.answer_rank
+        if frames and (is_answer or entry.gather):
+            if entry.settled:
+                self.late += 1
+            else:
+                try:
+                    entry.answers[rank] = codec.decode(frames)
+                except ProtocolError as problem:
+                    entry.failure = entry.failure or _undecodable(entry, rank, problem)
+        if is_answer or not entry.waiting:
+            self._judge(entry, rank)
 
     def failed(self, rank: int, sequence: int, description: Sequence[str], now: float) -> None:
         """Note a FAILURE.
@@ -108,7 +112,7 @@ class PendingTable:
         else:
             entry.failure.failed_ranks += (rank,)
         entry.failed_at = min(entry.failed_at, now)
-        self._earliest = min(self._earliest, *self._deadlines(entry))
+        self.earliest = min(self.earliest, *self._deadlines(entry))
         self._judge(entry, rank)
 
     def abort(self, step: int) -> bool:
@@ -129,7 +133,7 @@ class PendingTable:
 
     def next_deadline(self) -> float | None:
         """The clock's reading at which `expire` may have something to do; never later than when it has."""
-        return self._earliest if self._by_sequence else None
+        return self.earliest if self._by_sequence else None
 
     def expire(self, now: float, phases: Mapping[int, str]) -> StepcastError | None:
         """Judge what is late.
@@ -152,7 +156,7 @@ class PendingTable:
                 self._settle(entry, None, self._timed_out(entry, limit, elapsed_s, phases, ends_group=False))
                 self._flush()
         deadlines = [deadline for entry in self._by_sequence.values() for deadline in self._deadlines(entry)]
-        self._earliest = min(deadlines, default=math.inf)
+        self.earliest = min(deadlines, default=math.inf)
         return None
 
     def fail_all(self, error: StepcastError) -> None:
@@ -186,10 +190,11 @@ class PendingTable:
 
     def _answered(self, rank: int, sequence: int) -> Pending | None:
         entry = self._by_sequence.get(sequence)
-        if entry is None or not entry.waiting >> rank & 1:
+        bit = 1 << rank
+        if entry is None or not entry.waiting & bit:
             self.late += 1
             return None
-        entry.waiting &= ~(1 << rank)
+        entry.waiting ^= bit
         return entry
 
     def _judge(self, entry: Pending, rank: int) -> None:

@@ -128,16 +128,22 @@ class Pump:
         if self._armed:
             self._watch(False)
             self._armed = False
+        receive, take, has_outcomes = self._replies.receive, self._handler.take, self._handler.has_outcomes
+        wait_s = self._wait_s(deadline)
         while not (done() or self._closed):
-            if self._handler.has_outcomes():
+            if has_outcomes():
                 return False
-            now = self._handler.clock()
-            if deadline is not None and now >= deadline:
+            reply = receive(wait_s)
+            take(reply)
+            if deadline is not None and self._handler.clock() >= deadline:
                 break
-            self._handler.take(self._replies.receive(self._wait_s(now, deadline)))
+            if reply is None or deadline is not None:
+                # Else it still holds well enough: limits only come nearer by a failure, which wakes the monitor.
+                wait_s = self._wait_s(deadline)
         return True
 
-    def _wait_s(self, now: float, deadline: float | None) -> float:
+    def _wait_s(self, deadline: float | None) -> float:
+        now = self._handler.clock()
         wait_until = self._handler.next_deadline()
         if deadline is not None:
             wait_until = deadline if wait_until is None else min(wait_until, deadline)

@@ -262,8 +262,10 @@ class UniGroup:
     def _try_submit(self, request: Request) -> StepFuture | None:
         if request.limit is not None and request.limit.seconds <= 0:
             raise failures.expired(request.name, request.limit)
-        failures.check_open(self.state, self.failure)
-        failures.check_size(request.size, self.config)
+        if not self.state.accepts_steps:
+            raise failures.closed(self.state, self.failure)
+        if request.size > (limit_bytes := min(self.config.max_message_bytes, self.config.max_in_flight_bytes)):
+            raise failures.too_large(request.size, limit_bytes)
         if not self._has_room(request.size):
             return None
         carried = self._pending.take_carried_failure()

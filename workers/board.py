@@ -28,17 +28,23 @@ class Board:
     """Written by the loop thread alone, read by the responder: each update replaces one tuple, so no lock is needed.
 
     Attributes:
-        status: the current moment.
         aborted: ids of steps that the embedder has aborted, added by the responder.
     """
 
     def __init__(self) -> None:
-        self.status = Status(Phase.STARTING, time.monotonic_ns(), 0, 0)
+        # A plain tuple, since it is replaced twice in each step.
+        self._status = (Phase.STARTING, time.monotonic_ns(), 0, 0)
         self.aborted: set[int] = set()
+
+    @property
+    def status(self) -> Status:
+        """The current moment."""
+        return Status(*self._status)
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase, on the same message as before."""
-        self.status = Status(phase, time.monotonic_ns(), self.status.sequence, self.status.step)
+        _, _, sequence, step = self._status
+        self._status = (phase, time.monotonic_ns(), sequence, step)
 
     def take(self, phase: Phase, sequence: int, step: int) -> int:
         """Enter a phase with a new message.
@@ -52,7 +58,7 @@ class Board:
             CLOCK_MONOTONIC in nanoseconds.
         """
         now_ns = time.monotonic_ns()
-        self.status = Status(phase, now_ns, sequence, step)
+        self._status = (phase, now_ns, sequence, step)
         return now_ns
 
     def is_aborted(self, step: int) -> bool:

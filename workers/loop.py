@@ -23,6 +23,7 @@ _MAX_TRACEBACK_CHARS = 32_000
 MAX_FAILURE_BYTES = 4 * 4 * _MAX_TRACEBACK_CHARS
 
 _GATHER = int(Flag.GATHER)
+_STOP, _RESULT, _FAILURE = int(Kind.STOP), int(Kind.RESULT), int(Kind.FAILURE)
 
 _log = logging.getLogger("stepcast.worker")
 
@@ -92,48 +93,47 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Take the stream's messages, one after another, until STOP. Parks in the bus while there is none."""
+        receive = self._steps.next
         while True:
-            message = self._receive()
-            if message is None:
-                continue
-            if message.header.kind == Kind.STOP:
-                return
-            self._handle(message)
+            item = receive()
+            if isinstance(item, Message):
+                if item.header.kind == _STOP:
+                    return
+                self._handle(item)
+            elif item is not None:
+                self._ask_for(item)
 
-    def _receive(self) -> Message | None:
-        item = self._steps.next()
-        if isinstance(item, Gap):
-            if item.expected != self._asked_for:  # once: the heartbeat asks again where the replay is lost too
-                self._asked_for = item.expected
-                _log.warning("messages %d to %d are missing; asking for them again", item.expected, item.got - 1)
-                self._replies.send(Kind.GAP, item.expected)
-            return None
-        return item
+    def _ask_for(self, gap: Gap) -> None:
+        if gap.expected != self._asked_for:  # once: the heartbeat asks again where the replay is lost too
+            self._asked_for = gap.expected
+            _log.warning("messages %d to %d are missing; asking for them again", gap.expected, gap.got - 1)
+            self._replies.send(Kind.GAP, gap.expected)
 
     def _handle(self, message: Message) -> None:
-        header = message.header
-        phase, compute = self._compute[header.kind]
-        received_ns = self._board.take(phase, header.sequence, header.step)
+        kind, flags, sequence, step, _ = message.header
+        phase, compute = self._compute[kind]
+        received_ns = self._board.take(phase, sequence, step)
+        frames: Sequence[bytes | memoryview] = ()
         try:
             answer = compute(message)
-            wanted = self._always_answers or header.flags & _GATHER
-            frames = self._encode(answer) if wanted else ()
-            kind = Kind.RESULT
+            if self._always_answers or flags & _GATHER:
+                frames = self._encode(answer)
+            kind = _RESULT
         except Exception as error:  # noqa: BLE001 - whatever the worker's author raises belongs to the driver
             description = describe_error(error)
             frames = codec.encode(description)
-            kind = Kind.FAILURE
-            _log.warning("step %d failed: %s: %s", header.step, *description[:2])
+            kind = _FAILURE
+            _log.warning("step %d failed: %s: %s", step, *description[:2])
         times = (received_ns, time.monotonic_ns() - received_ns, 0)
         # Idle before the reply: who has the reply may ask at once what the rank is doing.
         self._board.enter(Phase.IDLE)
-        self._replies.send(kind, header.sequence, header.step, frames, times=times)
+        self._replies.send(kind, sequence, step, frames, 0, times)
         if self._board.aborted:
-            self._board.forget_aborts(header.step)
+            self._board.forget_aborts(step)
 
     def _encode(self, answer: Any) -> Sequence[bytes | memoryview]:
         frames = codec.encode(answer, name="the answer")
-        size = sum(map(len, frames))
+        size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
         if size > self._max_answer_bytes:  # the driver would cut the connection, and never see it
             limit = f"max_message_bytes={self._max_answer_bytes}"
             raise ProtocolError(f"the answer has {size} bytes, over {limit}: answer less, or raise the limit")

@@ -132,6 +132,31 @@ def test_a_rank_that_has_everything_misses_nothing() -> None:
         assert not any(tail.heartbeat(5, received, idle=True) for _ in range(5))
 
 
+def test_with_a_grace_heartbeats_that_come_at_once_prove_nothing() -> None:
+    """A process that was stopped finds several heartbeats in its queue: the message may be in another one."""
+    tail = TailGap(grace_s=5.0)
+    assert not any(tail.heartbeat(5, 4, idle=True, now=NOW + number / 1000) for number in range(50))
+    assert not tail.heartbeat(5, 4, idle=True, now=NOW + 4.9)
+    assert tail.heartbeat(5, 4, idle=True, now=NOW + 5.0)
+    assert tail.heartbeat(5, 4, idle=True, now=NOW + 5.1)
+
+
+def test_the_grace_begins_anew_with_every_message_that_comes() -> None:
+    """Only a message that has been missing for all of the grace is lost."""
+    tail = TailGap(grace_s=5.0)
+    assert not tail.heartbeat(9, 4, idle=True, now=NOW)
+    assert not tail.heartbeat(9, 5, idle=True, now=NOW + 4)
+    assert not tail.heartbeat(9, 5, idle=True, now=NOW + 8)
+    assert not tail.heartbeat(9, 5, idle=False, now=NOW + 10)
+    assert not tail.heartbeat(9, 5, idle=True, now=NOW + 12)
+    assert tail.heartbeat(9, 5, idle=True, now=NOW + 17)
+
+
+def test_one_heartbeat_after_the_grace_proves_nothing() -> None:
+    """However long nothing was heard, it takes two heartbeats."""
+    assert not TailGap(grace_s=5.0).heartbeat(5, 4, idle=True, now=NOW + 1000)
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), max_size=30))
 def test_a_loss_is_proven_by_two_heartbeats_in_a_row_and_by_nothing_else(
     heartbeats: list[tuple[int, int, bool]],

@@ -59,7 +59,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGABRT, chain=True)
+    faulthandler.register(signal.SIGUSR2)
     name, settings, argument = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     SCENARIOS[name](ExecutorConfig(**settings), argument)
 

@@ -88,13 +88,16 @@ class Stage:
         """Tell whether a note was left."""
         return (self.directory / name).exists()
 
-    def wait_for(self, *names: str, timeout_s: float = START_WITHIN_S) -> None:
-        """Wait until notes have been left."""
-        wait_until(
-            lambda: all(map(self.there, names)),
-            timeout_s,
-            lambda: f"the notes {', '.join(name for name in names if not self.there(name))}",
-        )
+    def wait_for(self, *names: str, by: subprocess.Popen[str] | None = None) -> None:
+        """Wait until notes have been left, and no longer than the embedder lives that causes them."""
+        missing = list(names)
+
+        def are_there() -> bool:
+            missing[:] = [name for name in missing if not self.there(name)]
+            assert not missing or by is None or by.poll() is None, by.communicate()
+            return not missing
+
+        wait_until(are_there, START_WITHIN_S, lambda: f"the notes {', '.join(missing)}")
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
         """Kill the process that has left a note; returns the clock's reading just before."""
@@ -138,7 +141,10 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 30.0) -> tuple[int
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # embedders dump their stacks
+        process.send_signal(signal.SIGUSR2)  # it dumps its stacks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
+        process.kill()
         stdout, stderr = process.communicate()
         raise AssertionError(f"the embedder hangs:\n{stdout}\n{stderr}") from None
     return process.returncode, stdout, stderr

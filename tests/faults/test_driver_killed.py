@@ -33,7 +33,7 @@ PLACES = [
 
 def kill_driver(stage: Stage, settings: dict[str, Any], scenario: str, argument: Any, notes: list[str]) -> float:
     with embedder(scenario, settings, argument) as driver:
-        stage.wait_for(*notes)
+        stage.wait_for(*notes, by=driver)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
         return wait_for_none_left(GONE_WITHIN_S)
