@@ -131,7 +131,6 @@ class Group:
         self.inbox = Inbox(self.publisher, self.pending, config.world_size, now)
         # What the pump asks for most, without a call in between.
         self.next_deadline = self.pending.next_deadline
-        self.has_waiting = self.pending.has_waiting
         self.has_outcomes = self.pending.has_outcomes
         self.give_out = self.pending.give_out
         self.pump = Pump(self.replies, self, watch=watch, wake_monitor=wake_monitor)
@@ -270,6 +269,10 @@ class Group:
         if rare:
             self._wake_monitor()
 
+    def has_waiting(self) -> bool:
+        """Whether somebody waits for what the replies bring: an outcome, or room."""
+        return self.pending.has_waiting() or self._waiting_for_room > 0
+
     # What the monitor uses. It holds the lock in all of these.
 
     def change(self, state: GroupState) -> None:
@@ -334,7 +337,7 @@ class Group:
             self._wait_for_room(request, deadline)
 
     def _try_submit(self, request: Request, *, with_future: bool) -> Pending | None:
-        if request.limit is not None and request.limit.seconds <= 0:
+        if request.limit is not None and not request.limit.seconds > 0:
             raise failures.expired(request.name, request.limit)
         with self.lock:
             if not self._takes_steps:
@@ -387,6 +390,7 @@ class Group:
         if not self.pump.read_until(has_room, deadline):
             with self._room:  # another thread reads
                 self._waiting_for_room += 1
+                self.pump.attend()
                 try:
                     self._room.wait_for(has_room, deadline - self.clock())
                 finally:

@@ -260,7 +260,7 @@ class UniGroup:
     # Both.
 
     def _try_submit(self, request: Request) -> StepFuture | None:
-        if request.limit is not None and request.limit.seconds <= 0:
+        if request.limit is not None and not request.limit.seconds > 0:
             raise failures.expired(request.name, request.limit)
         if not self.state.accepts_steps:
             raise failures.closed(self.state, self.failure)

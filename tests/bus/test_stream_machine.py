@@ -272,4 +272,4 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStream = StreamMachine.TestCase
-TestStream.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestStream.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

@@ -1,4 +1,4 @@
-"""Models to generate with."""
+"""Models to generate with, and what comes of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("tokenizers")
 
 
 @pytest.fixture(scope="session")

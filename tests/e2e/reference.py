@@ -1,4 +1,4 @@
-"""What transformers itself generates, greedily: `reference.py MODEL MAX_TOKENS PROMPT`; prints its tokens and its text."""
+"""Prints what transformers itself generates, greedily, as JSON: `reference.py MODEL MAX_TOKENS PROMPT`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(directory: str, max_tokens: int, prompt: str) -> None:
     )
     output = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
     ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    print(json.dumps({"token_ids": ids, "text": tokenizer.decode(ids, skip_special_tokens=True)}))
+    json.dump({"token_ids": ids, "text": tokenizer.decode(ids, skip_special_tokens=True)}, sys.stdout)
 
 
 if __name__ == "__main__":

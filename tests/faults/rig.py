@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,10 @@ class Stage:
         at: str | None = None,
         do: str = "block",
         ranks: Sequence[int] | None = None,
+        others: str = "block",
         **settings: Any,
     ) -> dict[str, Any]:
-        """Put a group's settings together, with a plan for its workers."""
+        """Put a group's settings together, with a plan for its workers: in which phase which ranks do what."""
         everyone = list(range(world_size))
         plan = {
             "dir": str(self.directory),
@@ -66,6 +66,7 @@ class Stage:
             "at": at,
             "do": do,
             "ranks": everyone if ranks is None else list(ranks),
+            "others": others,
         }
         environment = {signs.PLAN: json.dumps(plan)}
         if at == "spawning":
@@ -88,13 +89,13 @@ class Stage:
         """Tell whether a note was left."""
         return (self.directory / name).exists()
 
-    def wait_for(self, *names: str, by: subprocess.Popen[str] | None = None) -> None:
+    def wait_for(self, *names: str, by: Embedder | None = None) -> None:
         """Wait until notes have been left, and no longer than the embedder lives that causes them."""
         missing = list(names)
 
         def are_there() -> bool:
             missing[:] = [name for name in missing if not self.there(name)]
-            assert not missing or by is None or by.poll() is None, by.communicate()
+            assert not missing or by is None or by.process.poll() is None, by.output
             return not missing
 
         wait_until(are_there, START_WITHIN_S, lambda: f"the notes {', '.join(missing)}")
@@ -111,6 +112,11 @@ class Stage:
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: process_has_ended(pid), message=f"the end of process {pid}")
 
+    def wait_for_ends(self) -> None:
+        """Wait until each process that has left a note has ended."""
+        pids = {signs.read(self.directory, path.name)[0] for path in self.directory.glob("*-[0-9]")}
+        wait_until(lambda: all(map(process_has_ended, pids)), message=f"the ends of {pids}")
+
     def killed_at(self) -> float:
         """When a worker has killed itself."""
         return signs.read(self.directory, signs.KILLED)[1]
@@ -122,32 +128,50 @@ class Stage:
                 path.unlink()
 
 
-@contextlib.contextmanager
-def embedder(
-    scenario: str, settings: dict[str, Any], argument: Any = None, **popen: Any
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a scenario of `embedders.py` in a process of its own; it is killed where the test does not end it."""
-    command = [sys.executable, str(HERE / "embedders.py"), scenario, json.dumps(settings), json.dumps(argument)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+class Embedder:
+    """A scenario of `embedders.py`, in a process of its own.
 
+    Args:
+        stage: where it takes place.
+        scenario: its name.
+        settings: its group's, as `Stage.settings` puts them together.
+        argument: what the scenario is told beside.
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 30.0) -> tuple[int, str, str]:
-    """Wait for an embedder's end: its exit code, stdout and stderr."""
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGUSR2)  # it dumps its stacks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=1)
-        process.kill()
-        stdout, stderr = process.communicate()
-        raise AssertionError(f"the embedder hangs:\n{stdout}\n{stderr}") from None
-    return process.returncode, stdout, stderr
+    Attributes:
+        process: the process.
+    """
+
+    def __init__(
+        self, stage: Stage, scenario: str, settings: dict[str, Any], argument: Any = None, **popen: Any
+    ) -> None:
+        self._output = stage.directory / "output"
+        command = [sys.executable, str(HERE / "embedders.py"), scenario, json.dumps(settings), json.dumps(argument)]
+        # A file, not a pipe: who is left holding it does not matter.
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, **popen
+            )
+
+    def __enter__(self) -> Embedder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        """What it has written to stdout and stderr so far."""
+        return self._output.read_text(encoding="utf-8")
+
+    def finish(self, timeout_s: float = 30.0) -> int:
+        """Wait for its end; returns its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR2)  # it dumps its stacks
+            wait_until(lambda: "most recent call first" in self.output, 2.0, "the embedder's stacks")
+            raise AssertionError(f"the embedder hangs:\n{self.output}") from None
 
 
 def census() -> list[psutil.Process]:

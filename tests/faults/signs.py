@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: The variable that carries the plan: `dir`, and where something is to happen `at`, `do` and `ranks`.
+#: The variable that carries the plan: `dir`, and where something is to happen `at`, `do`, `ranks` and `others`.
 PLAN = "FAULT_PLAN"
 #: The note that a process leaves in its last moment.
 KILLED = "killed"
@@ -52,7 +52,7 @@ def reach(phase: str) -> None:
         return
     if rank in plan["ranks"]:
         ACTIONS[plan["do"]](plan, phase, rank)
-    elif plan["do"] in ("die", "block"):
+    elif plan["others"] == "block":
         block()
 
 

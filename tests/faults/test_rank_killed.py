@@ -141,7 +141,7 @@ def test_a_rank_killed_in_a_collective_is_named_and_not_its_peers(
     pytest.importorskip("torch")
     with Executor(stage.config(worker=TORCH, start_method=method)) as executor:
         pids = executor.worker_pids
-        future = executor.submit(["collective", "block", 1])
+        future = executor.submit({"0": "collective", "1": "block", "2": "collective"})
         stage.wait_for("block-1", "collective-0", "collective-2")
         killed_at = stage.kill(f"collective-{victim}")
         error = future.exception(10)

@@ -18,7 +18,7 @@ signs.reach("importing")
 
 
 class Victim(Worker):
-    """Echoes; a step or a call that is a list of a word and ranks does what the word says, on those ranks."""
+    """Echoes; on the ranks that a step names, `{rank: word}`, it does what the word says. A list is for every rank."""
 
     def setup(self, rank: RankInfo) -> None:
         self.info = rank
@@ -27,13 +27,19 @@ class Victim(Worker):
         atexit.register(signs.note, self.directory, f"atexit-{rank.rank}")
 
     def execute(self, step: Any) -> Any:
-        if not isinstance(step, list):
+        if isinstance(step, list):
+            [word] = step
+        elif isinstance(step, dict):
+            word = step.get(str(self.info.rank))
+        else:
             return step
-        word, *ranks = step
-        if ranks and self.info.rank not in ranks:
-            return word
-        signs.note(self.directory, f"{word}-{self.info.rank}")
-        return self._do(word)
+        if word is not None:
+            signs.note(self.directory, f"{word}-{self.info.rank}")
+            return self.act(word)
+        return self.info.rank
+
+    def act(self, word: str) -> Any:
+        return signs.ACTIONS[word]({}, "step", self.info.rank)
 
     def teardown(self) -> None:
         signs.reach("stopping")
@@ -47,11 +53,6 @@ class Victim(Worker):
             os._exit(0)
         return pid
 
-    def _do(self, word: str) -> Any:
-        if word == "raise":
-            raise LookupError(f"no luck on rank {self.info.rank}")
-        return signs.ACTIONS[word]({}, "step", self.info.rank)
-
 
 class Torch(Victim):
     """A victim with a gloo process group."""
@@ -62,18 +63,12 @@ class Torch(Victim):
         super().setup(rank)
         init_process_group(rank)
 
-    def execute(self, step: Any) -> Any:
-        if not (isinstance(step, list) and step[0] == "collective"):
-            return super().execute(step)
-        # Every rank but those that are listed with "raise" or "block" enters the collective.
+    def act(self, word: str) -> Any:
+        if word != "collective":
+            return super().act(word)
         import torch  # noqa: PLC0415
 
-        _, otherwise, *ranks = step
-        if self.info.rank in ranks:
-            signs.note(self.directory, f"{otherwise}-{self.info.rank}")
-            return self._do(otherwise)
         tensor = torch.ones(1)
-        signs.note(self.directory, f"collective-{self.info.rank}")
         torch.distributed.all_reduce(tensor)
         return tensor.item()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ class Gate:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    """A closed gate. Close it behind nobody: what waits for it holds a worker for a minute."""
-    return Gate(tmp_path / "gate")
+def new_gate(tmp_path: Path) -> Iterator[Callable[[], Gate]]:
+    """Makes closed gates. They are open after the test, so that none holds a worker for the next one."""
+    gates: list[Gate] = []
+
+    def make() -> Gate:
+        gates.append(Gate(tmp_path / f"gate-{len(gates)}"))
+        return gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.open()
+
+
+@pytest.fixture
+def gate(new_gate: Callable[[], Gate]) -> Gate:
+    """A closed gate."""
+    return new_gate()

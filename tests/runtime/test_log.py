@@ -43,10 +43,7 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json", "DEBUG")
     log_as_a_worker()
     logging.getLogger("other").info("two\nlines", extra={"thing": object()})
-    try:
-        raise ValueError("bad")
-    except ValueError:
-        logging.getLogger("other").exception("it failed")
+    logging.getLogger("other").error("it failed", exc_info=ValueError("bad"))
     lines = json_lines(capsys)
     assert [(line["level"], line["logger"]) for line in lines] == [
         ("warning", "stepcast.worker"),

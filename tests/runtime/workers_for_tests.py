@@ -31,8 +31,8 @@ def wait_for_gate(path: str) -> None:
 class Obedient(Worker):
     """Does what each step tells it, on the ranks that it names.
 
-    A step that is a dict is a set of orders: "ranks" (None for all) says who follows the others; "gate": wait for a file;
-    "raise": raise a ValueError with this text; "until_aborted": wait until this step is aborted; "print", "print_error",
+    A step that is a dict is a set of orders: "ranks" (None for all) says who follows the others; "gate": wait for a file, or
+    for one of a rank's own; "raise": raise a ValueError with this text; "until_aborted": wait until this step is aborted; "print", "print_error",
     "log": write these texts; "return": answer this. Everything else is echoed.
     """
 
@@ -51,7 +51,8 @@ class Obedient(Worker):
 
     def _obey(self, step: dict[str, Any]) -> Any:
         if "gate" in step:
-            wait_for_gate(step["gate"])
+            gate = step["gate"]
+            wait_for_gate(gate if isinstance(gate, str) else gate[self.info.rank])
         if "until_aborted" in step:
             self._wait_for_abort(step["until_aborted"])
         for stream, name in ((sys.stdout, "print"), (sys.stderr, "print_error")):

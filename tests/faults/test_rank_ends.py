@@ -1,0 +1,105 @@
+"""Ranks that end in other ways than by SIGKILL, and ranks that do not want to end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from stepcast import Executor, WorkerLost
+
+from tests.faults import signs
+from tests.faults.rig import METHODS, Stage
+from tests.harness import process_has_ended
+
+JudgeTime = Callable[[float], None]
+METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+@METHOD
+@pytest.mark.parametrize(
+    ("action", "code", "told"),
+    [
+        ("exit", 3, "exited with code 3"),
+        ("os_exit", 7, "exited with code 7"),
+        ("segfault", -signal.SIGSEGV, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_ends_in_a_step_is_lost(
+    stage: Stage, judge_time: JudgeTime, method: str, action: str, code: int, told: str
+) -> None:
+    """The error has the exit code or the signal's name, and the stack of a crash."""
+    with Executor(stage.config(start_method=method)) as executor:
+        pids = executor.worker_pids
+        error = executor.submit({"0": "block", "1": action, "2": "block"}).exception(10)
+        judge_time(time.monotonic() - signs.read(stage.directory, f"{action}-1")[1])
+
+    assert isinstance(error, WorkerLost)
+    assert (error.rank, error.pid, error.exit_code, error.phase) == (1, pids[1], code, "step")
+    assert f"rank 1 (pid {pids[1]}) {told} while in phase step" in str(error)
+    if action == "segfault":
+        assert "Fatal Python error: Segmentation fault" in str(error)
+        assert "in segfault" in str(error)
+    assert all(map(process_has_ended, pids))
+
+
+@METHOD
+def test_ranks_that_ignore_sigterm_are_killed_within_the_limits(stage: Stage, method: str) -> None:
+    """STOP, SIGTERM and SIGKILL each have their limit; the step under way gets the same error as the shutdown."""
+    executor = Executor(stage.config(start_method=method, stop_timeout_s=0.5, terminate_timeout_s=0.5))
+    pids = executor.worker_pids
+    future = executor.submit(["ignore_sigterm"])
+    stage.wait_for("ignore_sigterm-0", "ignore_sigterm-1", "ignore_sigterm-2")
+
+    began = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        executor.shutdown()
+    took_s = time.monotonic() - began
+
+    assert 1.0 <= took_s < 3.0
+    assert caught.value.exit_code == -signal.SIGKILL
+    assert future.exception(0) is caught.value
+    assert all(map(process_has_ended, pids))
+
+
+def test_ranks_that_hold_the_gil_are_killed_within_the_limits(stage: Stage) -> None:
+    """Neither STOP nor SIGTERM is seen by a rank that is in C code."""
+    executor = Executor(stage.config(stop_timeout_s=0.5, terminate_timeout_s=0.5))
+    executor.submit(["hold_gil"])
+    stage.wait_for("hold_gil-0", "hold_gil-1", "hold_gil-2")
+
+    began = time.monotonic()
+    with pytest.raises(WorkerLost):
+        executor.shutdown()
+
+    assert time.monotonic() - began < 3.0
+
+
+@METHOD
+def test_workers_have_the_grace_to_tear_down(stage: Stage, method: str) -> None:
+    """An orderly shutdown waits for teardown; with spawn for what runs at the interpreter's exit as well."""
+    with Executor(stage.config(start_method=method)) as executor:
+        last = executor.submit("last")
+
+    assert last.result(0) == "last"
+    for rank in range(3):
+        assert stage.there(f"stopping-{rank}")
+        # multiprocessing ends its forks without running what was registered with atexit.
+        assert stage.there(f"atexit-{rank}") == (method == "spawn")
+
+
+def test_a_worker_in_a_long_step_exits_in_good_order_on_sigterm(stage: Stage) -> None:
+    """SIGTERM unwinds the step, so that the interpreter's exit handlers run before SIGKILL comes."""
+    executor = Executor(stage.config(stop_timeout_s=0.3, terminate_timeout_s=10))
+    future = executor.submit(["block"])
+    stage.wait_for("block-0", "block-1", "block-2")
+
+    with pytest.raises(WorkerLost):
+        executor.shutdown()
+
+    error = future.exception(0)
+    assert isinstance(error, WorkerLost)
+    assert error.exit_code == 128 + signal.SIGTERM
+    assert all(stage.there(f"atexit-{rank}") for rank in range(3))
