@@ -100,6 +100,21 @@ def start_raised(rank: int, phase: str, description: Sequence[str], stderr: str)
     )
 
 
+def not_started(rank: int, problem: OSError, remedy: str) -> StartupError:
+    """A rank's process can't be started.
+
+    Args:
+        rank: the rank.
+        problem: what the kernel says.
+        remedy: what to do.
+    """
+    return StartupError(
+        f"the workers' processes can't be started: rank {rank}: {problem}: {remedy}",
+        ranks=[rank],
+        phases={rank: "spawning"},
+    )
+
+
 def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
     """A rank's process ended while it was starting.
 

@@ -18,6 +18,9 @@ from .pending import PendingTable
 
 _RESULT = int(Kind.RESULT)
 
+#: An answer may be on its way for that long, over a socket of its own, after an ALIVE that is ahead of it.
+_ANSWER_GRACE_S = 10.0
+
 _log = logging.getLogger("stepcast.runtime")
 
 
@@ -47,7 +50,7 @@ class Inbox:
         self.greeted: list[set[str]] = [set() for _ in range(world_size)]
         self.loaded: set[int] = set()
         self.said_bye: set[int] = set()
-        self._lost = [TailGap() for _ in range(world_size)]
+        self._lost = [TailGap(_ANSWER_GRACE_S) for _ in range(world_size)]
         self.broken: dict[int, Sequence[str]] = {}
         self.unrecoverable: ProtocolError | None = None
         self.malformed = 0
@@ -119,13 +122,14 @@ class Inbox:
             self.greeted[rank].add("step" if header.flags & Flag.STEP_SOCKET else "control")
         elif header.kind == Kind.BYE:
             self.said_bye.add(rank)
-        elif header.kind == Kind.GAP:
+        elif header.kind == Kind.GAP and header.sequence > self._publisher.acknowledged(rank):
+            # Else it was asked for over one socket before it was answered over the other.
             self._replay(rank, header.sequence)
 
     def _look_for_lost_answer(self, rank: int, told: RankLiveness) -> None:
         # The mirror image of a lost step: the rank is idle, and has answered more than has come here.
         answered = self._publisher.acknowledged(rank)
-        if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase is Phase.IDLE):
+        if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase is Phase.IDLE, now=told.last_heard):
             self.unrecoverable = ProtocolError(
                 f"an answer of rank {rank} was lost: it says that it has answered message {told.sequence}, "
                 f"the last that came here is that to message {answered}; the group has ended: start a new executor",

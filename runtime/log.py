@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -32,15 +31,15 @@ def configure_logging(format: str, level: str) -> None:
     logging.captureWarnings(True)
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+class _StderrHandler(logging.Handler):
     """Writes to what `sys.stderr` is at that moment: rich replaces it while it shows something that moves."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)  # the stream is a property
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - as every handler of logging's own
+            self.handleError(record)
 
 
 def _json() -> logging.Formatter:

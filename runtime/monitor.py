@@ -161,8 +161,8 @@ class Monitor(threading.Thread):
         self._relay.start()
         try:
             processes = self._launch()
-        except OSError as problem:
-            self._fail(StartupError(f"the workers' processes can't be started: {problem}"))
+        except StartupError as error:
+            self._fail(error)
             return
         for process in processes:
             self._relay.add(process)
@@ -176,7 +176,8 @@ class Monitor(threading.Thread):
         """Whether every process of a group that is to end has ended, or the last limit has passed."""
         if self.group.state not in (GroupState.FAILED, GroupState.STOPPING):
             return False
-        left = [process for process in self.group.processes if process.exit_code() is None]
+        # Not those that have ended, but those whose end was judged: it may be the news of another turn.
+        left = [process for process in self.group.processes if process.rank not in self._buried]
         if left and self._patience_ended:
             _log.error("process %s outlives SIGKILL", ", ".join(str(process.pid) for process in left))
         return not left or self._patience_ended
@@ -344,7 +345,7 @@ class Monitor(threading.Thread):
                 due += [] if self.group.inbox.all_greeted else [self._next_probe]
             if state.accepts_steps and (deadline := self.group.pending.next_deadline()) is not None:
                 due.append(deadline)
-            if any(process.sentinel is None and process.exit_code() is None for process in self.group.processes):
+            if any(each.sentinel is None and each.rank not in self._buried for each in self.group.processes):
                 due.append(now + _NO_PIDFD_POLL_S)
         return max(0.0, min(due, default=now) - now)
 

@@ -19,7 +19,8 @@ _log = logging.getLogger("stepcast.worker")
 _READ_BYTES = 65536
 #: A line longer than this is cut, so that a worker that never ends its line takes no memory here.
 _MAX_LINE_BYTES = 16384
-_TAIL_LINES = 20
+#: Enough for the stacks of a crash, whose first line tells what it was.
+_TAIL_LINES = 60
 
 
 class OutputRelay(threading.Thread):

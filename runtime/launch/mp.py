@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
+from stepcast.runtime import failures
 from stepcast.workers.base import Worker
 from stepcast.workers.boot import run_worker
 from stepcast.workers.boot_config import BootConfig
@@ -35,12 +36,13 @@ def spawn_all(boots: Sequence[BootConfig], environments: Sequence[Mapping[str, s
         The processes.
 
     Raises:
-        OSError: one can't be started; those before it have been killed.
+        StartupError: one can't be started; those before it have been killed.
     """
     started: list[WorkerProcess] = []
     try:
         for boot, environment in zip(boots, environments, strict=True):
-            started.append(spawn(boot, environment))
+            with _told(boot.rank, f"sys.executable={sys.executable!r} must be a Python; else use start_method='fork'"):
+                started.append(spawn(boot, environment))
     except BaseException:
         _discard(started)
         raise
@@ -70,7 +72,7 @@ def spawn(boot: BootConfig, environment: Mapping[str, str]) -> WorkerProcess:
         os.write(stdin, boot.to_bytes())
         os.lseek(stdin, 0, os.SEEK_SET)
         popen = subprocess.Popen(
-            [sys.executable, *flags, "-c", code],
+            [sys.executable or "", *flags, "-c", code],  # an embedded interpreter may have none
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,7 +104,7 @@ def fork(
         The processes.
 
     Raises:
-        OSError: one can't be started; those before it have been killed.
+        StartupError: one can't be started; those before it have been killed.
     """
     _warn_of_threads(method)
     context: Any = multiprocessing.get_context(method)
@@ -120,7 +122,7 @@ def fork(
                 args=(boot, dict(environment), stdout_write, stderr_write, inherited, inherited_class),
                 name=f"stepcast-rank-{boot.rank}",
             )
-            with _main_module_hidden():
+            with _main_module_hidden(), _told(boot.rank, "start fewer ranks, or free memory and processes"):
                 process.start()
             stdout_write.close()
             stderr_write.close()
@@ -131,6 +133,14 @@ def fork(
         _discard(started)
         raise
     return started
+
+
+@contextlib.contextmanager
+def _told(rank: int, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise failures.not_started(rank, problem, remedy) from problem
 
 
 def _discard(processes: Sequence[WorkerProcess]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stepcast import Executor, WorkerLost
+from stepcast import Closed, Executor, GroupState, WorkerLost
 
 from tests.faults import signs
 from tests.faults.rig import METHODS, Stage
@@ -39,42 +39,33 @@ def test_a_rank_that_ends_in_a_step_is_lost(
     assert isinstance(error, WorkerLost)
     assert (error.rank, error.pid, error.exit_code, error.phase) == (1, pids[1], code, "step")
     assert f"rank 1 (pid {pids[1]}) {told} while in phase step" in str(error)
-    if action == "segfault":
+    if action == "segfault" and method != "fork":  # a fork's stack stands on pytest's, and is longer than what is kept
         assert "Fatal Python error: Segmentation fault" in str(error)
         assert "in segfault" in str(error)
     assert all(map(process_has_ended, pids))
 
 
 @METHOD
-def test_ranks_that_ignore_sigterm_are_killed_within_the_limits(stage: Stage, method: str) -> None:
-    """STOP, SIGTERM and SIGKILL each have their limit; the step under way gets the same error as the shutdown."""
+@pytest.mark.parametrize("action", ["ignore_sigterm", "hold_gil"])
+def test_ranks_that_do_not_want_to_end_are_killed_within_the_limits(
+    stage: Stage, caplog: pytest.LogCaptureFixture, method: str, action: str
+) -> None:
+    """STOP, SIGTERM and SIGKILL each have their limit; the log says who needed it, and the step under way is closed."""
     executor = Executor(stage.config(start_method=method, stop_timeout_s=0.5, terminate_timeout_s=0.5))
     pids = executor.worker_pids
-    future = executor.submit(["ignore_sigterm"])
-    stage.wait_for("ignore_sigterm-0", "ignore_sigterm-1", "ignore_sigterm-2")
+    future = executor.submit([action])
+    stage.wait_for(f"{action}-0", f"{action}-1", f"{action}-2")
 
     began = time.monotonic()
-    with pytest.raises(WorkerLost) as caught:
-        executor.shutdown()
+    executor.shutdown()
     took_s = time.monotonic() - began
 
     assert 1.0 <= took_s < 3.0
-    assert caught.value.exit_code == -signal.SIGKILL
-    assert future.exception(0) is caught.value
+    assert isinstance(future.exception(0), Closed)
+    assert executor.state is GroupState.STOPPED
+    for rank in range(3):
+        assert f"rank {rank} has not stopped in time; sending SIGTERM" in caplog.text
     assert all(map(process_has_ended, pids))
-
-
-def test_ranks_that_hold_the_gil_are_killed_within_the_limits(stage: Stage) -> None:
-    """Neither STOP nor SIGTERM is seen by a rank that is in C code."""
-    executor = Executor(stage.config(stop_timeout_s=0.5, terminate_timeout_s=0.5))
-    executor.submit(["hold_gil"])
-    stage.wait_for("hold_gil-0", "hold_gil-1", "hold_gil-2")
-
-    began = time.monotonic()
-    with pytest.raises(WorkerLost):
-        executor.shutdown()
-
-    assert time.monotonic() - began < 3.0
 
 
 @METHOD
@@ -96,10 +87,18 @@ def test_a_worker_in_a_long_step_exits_in_good_order_on_sigterm(stage: Stage) ->
     future = executor.submit(["block"])
     stage.wait_for("block-0", "block-1", "block-2")
 
-    with pytest.raises(WorkerLost):
-        executor.shutdown()
+    executor.shutdown()
 
-    error = future.exception(0)
-    assert isinstance(error, WorkerLost)
-    assert error.exit_code == 128 + signal.SIGTERM
+    assert isinstance(future.exception(0), Closed)
     assert all(stage.there(f"atexit-{rank}") for rank in range(3))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_ends_in_its_teardown_is_told_whoever_ends_last(stage: Stage, victim: int) -> None:
+    """Its peers end at the same moment; the monitor must not take the last end for the end of its work."""
+    for _ in range(10):
+        config = stage.config(at="stopping", do="os_exit", ranks=[victim], others="go on", start_method="fork")
+        executor = Executor(config)
+        with pytest.raises(WorkerLost) as caught:
+            executor.shutdown()
+        assert (caught.value.rank, caught.value.exit_code, caught.value.phase) == (victim, 7, "stopping")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -101,7 +103,7 @@ def test_the_last_lines_of_a_rank_that_dies_shouting_are_in_the_error(stage: Sta
     lines = error.stderr[1].splitlines()
     assert lines[-1] == "the very last words"
     assert lines[-2].startswith("line 4999 ")
-    assert len(lines) == 20
+    assert 20 <= len(lines) <= 100
     assert error.exit_codes == {1: 9}
     assert error.stderr[1] in str(error)
 
@@ -119,6 +121,23 @@ def test_an_interpreter_that_cannot_be_started(
     assert "rank 0" in str(error)
     assert f"sys.executable={executable!r}" in str(error)
     assert "start_method='fork'" in str(error)
+
+
+def test_a_fork_that_the_kernel_refuses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of processes the error names the rank, and the ranks before it are gone."""
+    forks = iter([os.fork])
+
+    def fork() -> int:
+        for each in forks:
+            return each()
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fork)
+
+    error = fail_to_start(stage, at="importing", start_method="fork")
+
+    assert error.ranks == (1,)
+    assert "rank 1: [Errno 11] Resource temporarily unavailable: start fewer ranks" in str(error)
 
 
 def test_an_interpreter_that_is_none(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

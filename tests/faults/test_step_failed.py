@@ -56,7 +56,7 @@ def test_a_failure_behind_the_output_ranks_answer_fails_the_next_step(stage: Sta
         with pytest.raises(StepFailed) as caught:
             executor.step("next")
         assert executor.step("after") == "after"
-        assert executor.state is GroupState.READY
+        wait_until(lambda: executor.state is GroupState.READY)
 
     check_failed(caught.value, epoch_ended=False)
 

@@ -10,8 +10,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import pytest
@@ -999,3 +1000,53 @@ def test_a_future_is_never_cancelled_only_aborted(pair: Executor) -> None:
     assert not future.cancel()
     assert not future.cancelled()
     assert not isinstance(future.exception(), CancelledError)
+
+
+# Nobody is forgotten.
+
+
+def test_no_outcome_and_no_room_waits_for_the_monitors_look(
+    monkeypatch: pytest.MonkeyPatch, new_gate: Callable[[], Any]
+) -> None:
+    """Whoever stops reading while others wait hands over to somebody; the monitor's own look is only a net below."""
+    for module in ("pump", "monitor"):
+        monkeypatch.setattr(f"stepcast.runtime.{module}.MONITOR_LOOK_S", 600.0)
+    settings = {"max_in_flight": 3, "max_in_flight_bytes": 200_000, "heartbeat_interval_s": 600.0}
+
+    def work(executor: Executor, number: int) -> None:
+        random = Random(number)
+        for turn in range(150):
+            tag = [number, turn]
+            kind = random.randrange(6)
+            if kind == 0:
+                assert executor.step(tag) == tag
+            elif kind == 1:
+                futures = [executor.submit([*tag, deep]) for deep in range(random.randrange(1, 4))]
+                assert [future.result(LIMIT_S) for future in futures] == [[*tag, deep] for deep in range(len(futures))]
+            elif kind == 2:
+                assert executor.call("keywords", *tag, rank=1) == [tag, {}]
+            elif kind == 3:
+                future = executor.submit(tag)
+                aborted = future.cancel()
+                assert isinstance(future.exception(LIMIT_S), StepAborted if aborted else type(None))
+            elif kind == 4:
+                with suppress(TimeoutError):
+                    assert executor.submit(tag).result(random.choice([0, 0.0001, 0.001])) == tag
+            else:
+                assert len(executor.step(bytes(random.randrange(90_000)))) < 90_000
+
+    with Executor(config(2, **settings)) as executor:
+        for done in [in_thread(lambda number=number: work(executor, number)) for number in range(4)]:
+            done.result(LIMIT_S)
+        # A thread reads for its own outcome, which comes before there is room for the other one.
+        mine, room = new_gate(), new_gate()
+        large = bytes(150_000)
+        reading = in_thread(lambda: executor.step({"gate": {0: str(mine), 1: str(room)}, "large": large}))
+        wait_until(lambda: executor.health().in_flight == 1)
+        submitting = in_thread(lambda: executor.submit(large).result(LIMIT_S))
+        with pytest.raises(TimeoutError):
+            submitting.result(0.05)
+        mine.open()
+        assert reading.result(LIMIT_S) == 0
+        room.open()
+        assert submitting.result(LIMIT_S) == large
