@@ -17,6 +17,8 @@ from stepcast.bus.replies import Reply
 from .pending import PendingTable
 
 _RESULT = int(Kind.RESULT)
+#: What a rank does with a message.
+_PHASE_OF = {int(Kind.STEP): Phase.STEP, int(Kind.CALL): Phase.CALL, int(Kind.STOP): Phase.STOPPING}
 
 #: An answer may be on its way for that long, over a socket of its own, after an ALIVE that is ahead of it.
 _ANSWER_GRACE_S = 10.0
@@ -93,7 +95,7 @@ class Inbox:
         work = self._publisher.working_on(rank) if told is Phase.IDLE else None
         if work is None:
             return told
-        return Phase.CALL if work[0] == Kind.CALL else Phase.STEP
+        return _PHASE_OF.get(work[0], Phase.IDLE)
 
     def phases(self) -> dict[int, str]:
         """What each rank is doing, as far as is known."""

@@ -6,15 +6,14 @@ import atexit
 import logging
 import os
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
-from pathlib import Path
 from typing import Any
 
 from stepcast.bus import codec
+from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
 from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
@@ -61,6 +60,7 @@ class UniGroup:
         self._changed = threading.Condition()
         self._pending = PendingTable(1, config.failure_grace_s)
         self._board = Board()
+        self._directory = RunDirectory(config.run_dir)
         self._stream: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sequence = 0
         self._in_flight: dict[int, int] = {}
@@ -206,23 +206,24 @@ class UniGroup:
         self._pending.give_out()
 
     def _live(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="stepcast-uni-", dir=self.config.run_dir) as directory:
-            try:
-                worker = self._set_up(Path(directory))
-                limit = self.config.max_message_bytes
-                loop = WorkerLoop(worker, self, self, self._board, rank=0, output_rank=0, max_answer_bytes=limit)
-                with self._changed:
-                    if self.state is GroupState.STARTING:
-                        self._board.enter(Phase.IDLE)
-                        self._change(GroupState.READY)
-                loop.run()
-                self._board.enter(Phase.STOPPING)
-                worker.teardown()
-            except BaseException as error:  # noqa: BLE001 - a thread that ends unseen would hide it
-                self._worker_raised(error)
-        self._board.enter(Phase.GONE)
+        try:
+            worker = self._set_up()
+            limit = self.config.max_message_bytes
+            loop = WorkerLoop(worker, self, self, self._board, rank=0, output_rank=0, max_answer_bytes=limit)
+            with self._changed:
+                if self.state is GroupState.STARTING:
+                    self._board.enter(Phase.IDLE)
+                    self._change(GroupState.READY)
+            loop.run()
+            self._board.enter(Phase.STOPPING)
+            worker.teardown()
+        except BaseException as error:  # noqa: BLE001 - a thread that ends unseen would hide it
+            self._worker_raised(error)
+        finally:
+            self._directory.remove()
+            self._board.enter(Phase.GONE)
 
-    def _set_up(self, directory: Path) -> Worker:
+    def _set_up(self) -> Worker:
         config = self.config
         self._board.enter(Phase.IMPORTING)
         chosen = config.worker
@@ -236,7 +237,7 @@ class UniGroup:
                 epoch=self.epoch,
                 output_rank=0,
                 device=config.device,
-                rendezvous=f"file://{directory}/rendezvous",
+                rendezvous=f"file://{self._directory.path}/rendezvous",
                 process_group_timeout_s=config.process_group_timeout_s,
                 options=config.worker_options,
                 is_aborted=self._board.is_aborted,

@@ -42,7 +42,9 @@ def main() -> NoReturn:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.exit(run_worker(BootConfig.from_bytes(data)))
+    boot = BootConfig.from_bytes(data)
+    sys.argv[:] = boot.arguments
+    sys.exit(run_worker(boot))
 
 
 def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class BootConfig:
         reply_timeout_s: the longest that a reply may wait for the driver to read it.
         linger_s: the longest that the last replies may take to leave at exit.
         log_level: the level of the worker's own logging, as a name.
+        arguments: the driver's `sys.argv`: a script that is loaded for its worker class may read them.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class BootConfig:
     reply_timeout_s: float
     linger_s: float
     log_level: str
+    arguments: Sequence[str]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -59,7 +61,8 @@ class BootConfig:
         Returns:
             MessagePack bytes.
         """
-        packed: bytes = msgpack.packb(asdict(self))
+        # Paths and arguments may hold undecodable bytes, as surrogates.
+        packed: bytes = msgpack.packb(asdict(self), unicode_errors="surrogateescape")
         return packed
 
     @classmethod
@@ -72,4 +75,4 @@ class BootConfig:
         Returns:
             The configuration.
         """
-        return cls(**msgpack.unpackb(data, strict_map_key=False))
+        return cls(**msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape"))

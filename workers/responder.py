@@ -67,7 +67,7 @@ class Responder(threading.Thread):
                 if self._wake in ready:
                     break
                 if self._control.socket in ready:
-                    self._handle()
+                    self._answer()
                 elif self._watch.is_dead():
                     # The loop thread may be in a collective or in user code that never returns: nothing is left to
                     # finish for, so the process ends here and now.
@@ -90,7 +90,7 @@ class Responder(threading.Thread):
         self.join(timeout_s)
         os.close(self._wake)
 
-    def _handle(self) -> None:
+    def _answer(self) -> None:
         message = self._control.receive()
         if message is None:
             return

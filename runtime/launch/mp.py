@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import io
 import logging
@@ -179,6 +180,8 @@ def _run_forked(
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "wb", closefd=False), line_buffering=True)
     os.environ.clear()
     os.environ.update(environment)
+    # Of the embedder's thread pools, only the thread that has forked is here, which can't join itself at the exit.
+    concurrent.futures.thread._threads_queues.clear()  # type: ignore[attr-defined]  # noqa: SLF001
     _restore_signals()
     sys.exit(run_worker(boot, worker))
 

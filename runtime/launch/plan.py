@@ -59,6 +59,7 @@ def plan_ranks(
             reply_timeout_s=config.reply_timeout_s,
             linger_s=config.linger_s,
             log_level=config.log_level,
+            arguments=list(sys.argv),
             options=dict(config.worker_options),
         )
         for rank in range(config.world_size)

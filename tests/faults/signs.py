@@ -62,8 +62,11 @@ def block(*_: Any) -> None:
 
 
 def hold_gil(*_: Any) -> None:
-    """Stay, in C code that lets no other Python thread run."""
-    ctypes.PyDLL(None).sleep(_FOREVER_S)
+    """Stay, in C code that lets no other Python thread run, and that no signal handler interrupts."""
+    unlocked = ctypes.create_string_buffer(64)  # a pthread_mutex_t of zeros
+    lock = ctypes.PyDLL(None).pthread_mutex_lock
+    lock(unlocked)
+    lock(unlocked)
 
 
 def ignore_sigterm(*_: Any) -> None:

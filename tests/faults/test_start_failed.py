@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -125,14 +125,14 @@ def test_an_interpreter_that_cannot_be_started(
 
 def test_a_fork_that_the_kernel_refuses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of processes the error names the rank, and the ranks before it are gone."""
-    forks = iter([os.fork])
+    start = BaseProcess.start
 
-    def fork() -> int:
-        for each in forks:
-            return each()
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    def start_the_first(process: BaseProcess) -> None:
+        if process.name.endswith("1"):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        start(process)
 
-    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(BaseProcess, "start", start_the_first)
 
     error = fail_to_start(stage, at="importing", start_method="fork")
 
