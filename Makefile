@@ -5,7 +5,7 @@ PYTHON ?= $(shell for each in python3.11 python3; do "$$each" -c "" 2>/dev/null 
 BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint bench format clean
 
 demo: .venv/installed
 	$(BIN)/stepcast generate --world-size 3 --max-tokens 40 "Tell me a story about a dragon."
@@ -26,6 +26,9 @@ lint: .venv/installed
 	$(PIP_INSTALL) --no-deps --no-build-isolation --target .venv/checked .
 	ln -s ../../benchmarks .venv/checked/benchmarks
 	cd .venv/checked && ../bin/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p stepcast -p benchmarks
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.run --quick
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
