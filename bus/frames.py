@@ -114,7 +114,8 @@ class Times(NamedTuple):
 
 
 _HEADER = struct.Struct("<c3sBBH16sIQQi")
-_GROUPED = struct.Struct("<5sBH20sQQi")  # the same bytes, with what is only compared in one piece
+#: The same bytes, with what is only compared in one piece: opening, kind, flags, identity, sequence, step, rank.
+GROUPED = struct.Struct("<5sBH20sQQi")
 _TIMES = struct.Struct("<QQQ")
 _TIMED_HEADER = struct.Struct(_HEADER.format + "QQQ")
 HEADER_BYTES = _HEADER.size
@@ -126,9 +127,10 @@ _CLASS_OF: dict[int, bytes] = {
     Kind.PROBE: PROBE_CLASS,
     **dict.fromkeys((Kind.HELLO, Kind.READY, Kind.RESULT, Kind.FAILURE, Kind.ALIVE, Kind.GAP, Kind.BYE), REPLY_CLASS),
 }
-_OPENING_OF = {int(kind): message_class + MAGIC + bytes([VERSION]) for kind, message_class in _CLASS_OF.items()}
+#: A header's class, magic and version, by kind.
+OPENING_OF = {int(kind): message_class + MAGIC + bytes([VERSION]) for kind, message_class in _CLASS_OF.items()}
 #: Makes a named tuple several times sooner than its own constructor; for what is made with each message.
-_new_tuple = tuple.__new__
+new_tuple = tuple.__new__
 
 
 class BadFrame(ValueError):
@@ -154,7 +156,8 @@ class Wire:
     def __init__(self, run_id: bytes, epoch: int) -> None:
         self._run_id = run_id
         self._epoch = epoch
-        self._identity = run_id + epoch.to_bytes(4, "little")
+        #: The run id and the epoch as they stand in every header.
+        self.identity = run_id + epoch.to_bytes(4, "little")
 
     def pack(self, kind: int, sequence: int = 0, step: int = 0, rank: int = DRIVER_RANK, flags: int = 0) -> bytes:
         """Pack a header.
@@ -200,10 +203,10 @@ class Wire:
         """
         if len(head) < HEADER_BYTES:
             raise BadFrame(f"a header has {HEADER_BYTES} bytes, this frame has {len(head)}")
-        opening, kind, flags, identity, sequence, step, rank = _GROUPED.unpack_from(head)
-        if identity != self._identity or _OPENING_OF.get(kind) != opening:
+        opening, kind, flags, identity, sequence, step, rank = GROUPED.unpack_from(head)
+        if identity != self.identity or OPENING_OF.get(kind) != opening:
             raise self._what_is_wrong(head)
-        return _new_tuple(Header, (kind, flags, sequence, step, rank))
+        return new_tuple(Header, (kind, flags, sequence, step, rank))
 
     def _what_is_wrong(self, head: bytes) -> BadFrame:
         message_class, magic, version, kind, _, run_id, epoch, *_ = _HEADER.unpack_from(head)

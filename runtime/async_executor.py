@@ -31,12 +31,15 @@ class AsyncExecutor:
         self.config = config
         self._on_failure = on_failure
         self._executor: Executor | None = None
+        self._starting = asyncio.Lock()
         self._submitting = asyncio.Lock()
         self._waiting = 0
 
     async def start(self) -> None:
         """Start the group, and return when every rank is ready. Raises as `Executor` does."""
-        if self._executor is None:
+        async with self._starting:
+            if self._executor is not None:
+                return
             starting = asyncio.ensure_future(asyncio.to_thread(Executor, self.config, on_failure=self._on_failure))
             try:
                 self._executor = await asyncio.shield(starting)

@@ -17,6 +17,7 @@ from stepcast.bus.replies import Reply
 from .pending import PendingTable
 
 _RESULT = int(Kind.RESULT)
+_IDLE = Phase.IDLE
 #: What a rank does with a message.
 _PHASE_OF = {int(Kind.STEP): Phase.STEP, int(Kind.CALL): Phase.CALL, int(Kind.STOP): Phase.STOPPING}
 
@@ -72,21 +73,21 @@ class Inbox:
         Returns:
             Whether it is not an answer to a step: the monitor wants to know.
         """
-        header = reply.header
-        told = self.liveness[header.rank]
+        header, times, frames = reply
+        kind, _, sequence, step, rank = header
+        told = self.liveness[rank]
         told.last_heard = now
-        if header.kind == _RESULT:
-            told.phase, told.phase_since = Phase.IDLE, now
-            told.sequence, told.step = header.sequence, header.step
-            self._publisher.acknowledge(header.rank, header.sequence)
-            if header.step:
-                self._pending.result(header.rank, header.sequence, reply.frames, reply.times)
-            return not header.step
+        if kind == _RESULT:
+            told.phase, told.phase_since, told.sequence, told.step = _IDLE, now, sequence, step
+            self._publisher.acknowledge(rank, sequence)
+            if step:
+                self._pending.result(rank, sequence, frames, times)
+            return not step
         try:
             self._take_rare(reply, told, now)
         except (ProtocolError, ValueError, TypeError, IndexError) as problem:
             self.malformed += 1
-            _log.warning("dropped a malformed message of rank %d: %s", header.rank, problem)
+            _log.warning("dropped a malformed message of rank %d: %s", rank, problem)
         return True
 
     def phase(self, rank: int) -> Phase:

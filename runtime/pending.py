@@ -14,7 +14,7 @@ from typing import Any
 from stepcast.bus import codec
 from stepcast.bus.errors import ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
 
-from .step import Limit, Pending
+from .step import Limit, Outcomes, Pending
 
 
 class PendingTable:
@@ -28,6 +28,7 @@ class PendingTable:
         late: answers dropped because nobody waits for them any more.
         degraded: the last step that every rank has answered had failed on some rank.
         earliest: the clock's reading at which `expire` may have something to do; never later than when it has.
+        has_outcomes, give_out: as in `Outcomes`.
     """
 
     def __init__(self, world_size: int, failure_grace_s: float) -> None:
@@ -36,7 +37,9 @@ class PendingTable:
         self._failure_grace_s = failure_grace_s
         self._by_sequence: dict[int, Pending] = {}
         self._order: deque[Pending] = deque()
-        self._outcomes: deque[Pending] = deque()
+        self._outcomes = Outcomes()
+        self.has_outcomes = self._outcomes.has_some
+        self.give_out = self._outcomes.give_out
         self.earliest = math.inf
         self._carried: StepFailed | None = None
         self.late = 0
@@ -168,26 +171,6 @@ class PendingTable:
         self._order.clear()
         self._by_sequence.clear()
 
-    def has_outcomes(self) -> bool:
-        """Whether there is an outcome to be given out."""
-        return bool(self._outcomes)
-
-    def give_out(self) -> None:
-        """Resolve the futures whose outcome is known, in order.
-
-        No lock may be held: their callbacks are the embedder's. One may come here again, and then gives out the rest.
-        """
-        while self._outcomes:
-            try:
-                entry = self._outcomes.popleft()
-            except IndexError:  # another thread has taken it
-                return
-            assert entry.future is not None  # noqa: S101 - only such are put there
-            if entry.error is None:
-                entry.future.set_result(entry.value)
-            else:
-                entry.future.set_exception(entry.error)
-
     def _answered(self, rank: int, sequence: int) -> Pending | None:
         entry = self._by_sequence.get(sequence)
         bit = 1 << rank
@@ -227,7 +210,7 @@ class PendingTable:
         entry.answers = {}
         entry.settled = True
         if entry.future is not None:
-            self._outcomes.append(entry)
+            self._outcomes.add(entry)
 
     def _deadlines(self, entry: Pending) -> list[float]:
         deadlines = [entry.published_at + entry.hard_limit.seconds]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,12 +14,15 @@ from typing import Any, NamedTuple
 from stepcast.bus.errors import StepFailed
 from stepcast.bus.frames import Times, parse_times
 
+_log = logging.getLogger("stepcast.runtime")
+
 
 class StepFuture(Future[Any]):
     """The future of a step or a call.
 
     Waiting for it reads the replies in the waiting thread where no other thread does so already. Cancelling it aborts
-    the step.
+    the step. Callbacks are called in the order of the steps, one at a time, in whatever thread has learned the outcome;
+    a slow one holds up those behind it, but not their results. They may use the executor.
 
     Attributes:
         step: the step's id, for `Executor.abort`.
@@ -30,6 +36,8 @@ class StepFuture(Future[Any]):
         self._entry = entry
         self._wait = wait
         self._abort = abort
+        self._callbacks: list[Callable[[Any], object]] | None = []
+        self._callbacks_lock = threading.Lock()
 
     @property
     def times(self) -> dict[int, Times]:
@@ -73,6 +81,74 @@ class StepFuture(Future[Any]):
             False where the step is not under way any more.
         """
         return self._abort(self.step)
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Have a function called with the future when it is done; at once where it has been done for a while.
+
+        Args:
+            fn: the function.
+        """
+        with self._callbacks_lock:
+            if self._callbacks is not None:
+                self._callbacks.append(fn)
+                return
+        self._call(fn)
+
+    def call_back(self) -> None:
+        """Call the callbacks. The future has been resolved."""
+        with self._callbacks_lock:
+            callbacks, self._callbacks = self._callbacks or [], None
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Any], object]) -> None:
+        try:
+            callback(self)
+        except Exception:  # noqa: BLE001 - the embedder's
+            _log.exception("a callback of the future of step %d raised", self.step)
+
+
+class Outcomes:
+    """Outcomes that are known, on their way to the futures: given out by any thread, in order."""
+
+    def __init__(self) -> None:
+        self._known: deque[Pending] = deque()
+        self._resolving = threading.RLock()  # a signal handler may come in between
+        self._resolved: deque[StepFuture] = deque()
+        self._calling_back = threading.Lock()
+
+    def add(self, entry: Pending) -> None:
+        """Add a step that is settled and has a future."""
+        self._known.append(entry)
+
+    def has_some(self) -> bool:
+        """Whether there is an outcome to be given out."""
+        return bool(self._known)
+
+    def give_out(self) -> None:
+        """Resolve the futures of all that was added, then call their callbacks, unless another thread is at it.
+
+        No lock may be held: the callbacks are the embedder's.
+        """
+        if self._known:
+            with self._resolving:
+                while self._known:
+                    self._resolve(self._known.popleft())
+        # Asked again after the release: what came before it was left to this thread.
+        while self._resolved and self._calling_back.acquire(blocking=False):
+            try:
+                while self._resolved:
+                    self._resolved.popleft().call_back()
+            finally:
+                self._calling_back.release()
+
+    def _resolve(self, entry: Pending) -> None:
+        assert entry.future is not None  # noqa: S101 - only such are added
+        if entry.error is None:
+            entry.future.set_result(entry.value)
+        else:
+            entry.future.set_exception(entry.error)
+        self._resolved.append(entry.future)
 
 
 class Limit(NamedTuple):

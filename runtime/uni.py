@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from stepcast.bus import codec
@@ -30,6 +29,9 @@ from .health import GroupHealth, RankHealth
 from .pending import PendingTable
 from .state import GroupState, can_change
 from .step import Pending, StepFuture
+
+#: Python refuses to wait for longer than some centuries, which a step's own limit may be.
+_LONGEST_WAIT_S = 3600.0
 
 _log = logging.getLogger("stepcast.runtime")
 
@@ -75,13 +77,17 @@ class UniGroup:
             self._change(GroupState.STARTING)
             self._thread.start()
             limit_s = self.config.startup_timeout_s
-            ready = self._changed.wait_for(lambda: self.state is not GroupState.STARTING, limit_s)
+            try:
+                ready = self._changed.wait_for(lambda: self.state is not GroupState.STARTING, limit_s)
+            except BaseException:  # Ctrl-C
+                self._fail(Closed("the start was interrupted"))
+                raise
             if not ready:
                 self._fail(failures.start_timed_out(limit_s, {0: str(self._board.status.phase)}, {}))
         if self.failure is not None:
             raise self.failure
         self._timer.start()
-        atexit.register(self.stop)
+        atexit.register(self._stop_quietly)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -149,21 +155,25 @@ class UniGroup:
     def request_stop(self) -> None:
         """Ask for the end of the group, and return at once."""
         # A finalizer may run in any thread, one that holds the lock included.
-        threading.Thread(target=self.stop, name="stepcast-uni-stop", daemon=True).start()
+        threading.Thread(target=self._stop_quietly, name="stepcast-uni-stop", daemon=True).start()
 
     def stop(self, *, kill: bool = False) -> None:
         """Let the worker finish and tear down, within `stop_timeout_s`.
 
         Args:
             kill: do not wait.
+
+        Raises:
+            StepFailed: the worker's teardown raised.
         """
-        atexit.unregister(self.stop)
+        atexit.unregister(self._stop_quietly)
         if os.getpid() != self._pid:  # a fork of the embedder: the thread is its parent's
             return
+        failed_before = self.failure is not None
         with self._changed:
             if self.state.accepts_steps:
                 self._change(GroupState.STOPPING)
-                self._put(Kind.STOP, 0, (), 0)
+                self._end_loop()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(0 if kill else self.config.stop_timeout_s)
             if self._thread.is_alive():
@@ -175,6 +185,14 @@ class UniGroup:
         self._pending.give_out()
         if self._timer.ident is not None and self._timer is not threading.current_thread():
             self._timer.join(self.config.kill_timeout_s)
+        if self.failure is not None and not failed_before:
+            raise self.failure
+
+    def _stop_quietly(self) -> None:
+        try:
+            self.stop()
+        except StepcastError as failure:
+            _log.error("while the executor was shut down at its end: %s", failure)  # noqa: TRY400
 
     # The worker's thread.
 
@@ -202,8 +220,8 @@ class UniGroup:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:
                     self._change(wanted)
+            # Given out by whoever waits, or by the timer's thread: a callback in this one could not wait for a step.
             self._changed.notify_all()
-        self._pending.give_out()
 
     def _live(self) -> None:
         try:
@@ -286,14 +304,18 @@ class UniGroup:
         self._in_flight[self._sequence] = size
         self._stream.put(Message(Header(kind, Flag.GATHER, self._sequence, step, DRIVER_RANK), _copied(frames)))
 
+    def _end_loop(self) -> None:
+        self._stream.put(Message(Header(Kind.STOP, Flag.NONE, self._sequence + 1, 0, DRIVER_RANK), []))
+
     def _has_room(self, size: int) -> bool:
         config = self.config
         used = sum(self._in_flight.values())
         return len(self._in_flight) < config.max_in_flight and used + size <= config.max_in_flight_bytes
 
     def _wait(self, entry: Pending, timeout_s: float | None) -> None:
-        assert entry.future is not None  # noqa: S101 - every step here has one
-        wait_for_futures((entry.future,), timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: entry.settled, timeout_s)
+        self._pending.give_out()
 
     def _watch_limits(self) -> None:
         """A thread: judges what is late."""
@@ -307,7 +329,8 @@ class UniGroup:
                     self._fail(error)
                 deadline = self._pending.next_deadline()
                 if not self._pending.has_outcomes():
-                    self._changed.wait(None if deadline is None else max(0.0, deadline - now))
+                    wait_s = _LONGEST_WAIT_S if deadline is None else min(deadline - now, _LONGEST_WAIT_S)
+                    self._changed.wait(max(0.0, wait_s))
             self._pending.give_out()
 
     def _change(self, state: GroupState) -> None:
@@ -321,6 +344,7 @@ class UniGroup:
         self.failure = error
         self._change(GroupState.FAILED)
         self._pending.fail_all(error)
+        self._end_loop()  # the worker may come back to it
         callbacks, self.on_failure = self.on_failure, []
         for callback in callbacks:
             threading.Thread(target=callback, args=(error,), name="stepcast-on-failure", daemon=True).start()

@@ -32,34 +32,19 @@ class Board:
     """
 
     def __init__(self) -> None:
-        # A plain tuple, since it is replaced twice in each step.
-        self._status = (Phase.STARTING, time.monotonic_ns(), 0, 0)
+        #: phase, since_ns, sequence, step, as in `Status`: plain, since the loop replaces it twice in each step.
+        self.moment = (Phase.STARTING, time.monotonic_ns(), 0, 0)
         self.aborted: set[int] = set()
 
     @property
     def status(self) -> Status:
         """The current moment."""
-        return Status(*self._status)
+        return Status(*self.moment)
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase, on the same message as before."""
-        _, _, sequence, step = self._status
-        self._status = (phase, time.monotonic_ns(), sequence, step)
-
-    def take(self, phase: Phase, sequence: int, step: int) -> int:
-        """Enter a phase with a new message.
-
-        Args:
-            phase: the phase.
-            sequence: the message's sequence number.
-            step: its step id.
-
-        Returns:
-            CLOCK_MONOTONIC in nanoseconds.
-        """
-        now_ns = time.monotonic_ns()
-        self._status = (phase, now_ns, sequence, step)
-        return now_ns
+        _, _, sequence, step = self.moment
+        self.moment = (phase, time.monotonic_ns(), sequence, step)
 
     def is_aborted(self, step: int) -> bool:
         """Tell whether the embedder has aborted a step."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Any, Protocol
 
 from stepcast.bus import codec
@@ -23,6 +23,7 @@ _MAX_TRACEBACK_CHARS = 32_000
 MAX_FAILURE_BYTES = 4 * 4 * _MAX_TRACEBACK_CHARS
 
 _GATHER = int(Flag.GATHER)
+_IDLE = Phase.IDLE
 _STOP, _RESULT, _FAILURE = int(Kind.STOP), int(Kind.RESULT), int(Kind.FAILURE)
 
 _log = logging.getLogger("stepcast.worker")
@@ -112,7 +113,8 @@ class WorkerLoop:
     def _handle(self, message: Message) -> None:
         kind, flags, sequence, step, _ = message.header
         phase, compute = self._compute[kind]
-        received_ns = self._board.take(phase, sequence, step)
+        received_ns = monotonic_ns()
+        self._board.moment = (phase, received_ns, sequence, step)
         frames: Sequence[bytes | memoryview] = ()
         try:
             answer = compute(message)
@@ -124,10 +126,10 @@ class WorkerLoop:
             frames = codec.encode(description)
             kind = _FAILURE
             _log.warning("step %d failed: %s: %s", step, *description[:2])
-        times = (received_ns, time.monotonic_ns() - received_ns, 0)
+        done_ns = monotonic_ns()
         # Idle before the reply: who has the reply may ask at once what the rank is doing.
-        self._board.enter(Phase.IDLE)
-        self._replies.send(kind, sequence, step, frames, 0, times)
+        self._board.moment = (_IDLE, done_ns, sequence, step)
+        self._replies.send(kind, sequence, step, frames, 0, (received_ns, done_ns - received_ns, 0))
         if self._board.aborted:
             self._board.forget_aborts(step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 
 from stepcast import ExecutorConfig
+from stepcast.bus.endpoints import sweep
 
 from tests.faults import signs
 from tests.harness import process_has_ended, wait_until
@@ -116,6 +118,13 @@ class Stage:
         """Wait until each process that has left a note has ended."""
         pids = {signs.read(self.directory, path.name)[0] for path in self.directory.glob("*-[0-9]")}
         wait_until(lambda: all(map(process_has_ended, pids)), message=f"the ends of {pids}")
+
+    def sweep(self) -> None:
+        """Delete what dead processes have left in the temporary directory: run directories as the next start does it."""
+        root = Path(os.environ["TMPDIR"])
+        sweep(root)
+        for path in root.glob("pymp-*"):  # multiprocessing's own
+            shutil.rmtree(path)
 
     def killed_at(self) -> float:
         """When a worker has killed itself."""

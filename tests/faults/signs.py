@@ -92,6 +92,16 @@ def _die(plan: dict[str, Any], phase: str, rank: int) -> NoReturn:
     raise AssertionError("unreachable")
 
 
+def _wait_for_go(plan: dict[str, Any], phase: str, rank: int) -> str:
+    """Go on when the test says so."""
+    deadline = time.monotonic() + _WAIT_S
+    while not Path(plan["dir"], "go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody says go")
+        time.sleep(_POLL_INTERVAL_S)
+    return "gone"
+
+
 def _wait_for_orphanhood(plan: dict[str, Any], phase: str, rank: int) -> None:
     """Go on only when the driver has died."""
     parent = os.getppid()
@@ -111,7 +121,7 @@ def _raise(plan: dict[str, Any], phase: str, rank: int) -> NoReturn:
     raise LookupError(f"no luck in {phase} on rank {rank}")
 
 
-ACTIONS: dict[str, Callable[[dict[str, Any], str, int], None]] = {
+ACTIONS: dict[str, Callable[[dict[str, Any], str, int], Any]] = {
     "block": block,
     "die": _die,
     "exit": lambda *_: sys.exit(3),
@@ -121,5 +131,6 @@ ACTIONS: dict[str, Callable[[dict[str, Any], str, int], None]] = {
     "raise": _raise,
     "segfault": segfault,
     "shout": _shout,
+    "wait_for_go": _wait_for_go,
     "wait_for_orphanhood": _wait_for_orphanhood,
 }

@@ -39,7 +39,7 @@ class Victim(Worker):
         return self.info.rank
 
     def act(self, word: str) -> Any:
-        return signs.ACTIONS[word]({}, "step", self.info.rank)
+        return signs.ACTIONS[word]({"dir": self.directory}, "step", self.info.rank)
 
     def teardown(self) -> None:
         signs.reach("stopping")
