@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,7 +18,7 @@ from stepcast.bus.errors import (
 )
 
 from .config import ExecutorConfig
-from .launch.process import WorkerProcess
+from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .state import GroupState
 from .step import Limit
 
@@ -48,7 +49,7 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
         silent_for_s: seconds since its last message.
         stderr: its last lines on stderr.
     """
-    exit_code = process.exit_code()
+    exit_code = _known_exit_code(process)
     return WorkerLost(
         f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while in phase {phase}, "
         f"{silent_for_s:.2f} s after its last message: the group has ended; start a new executor"
@@ -123,7 +124,7 @@ def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
         phase: the last phase it told.
         stderr: its last lines on stderr.
     """
-    rank, exit_code = process.rank, process.exit_code()
+    rank, exit_code = process.rank, _known_exit_code(process)
     return StartupError(
         f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its "
         f"last lines, and start again{_last_lines(rank, stderr)}",
@@ -175,6 +176,22 @@ def back_pressure(slow: Sequence[int], queued: int, queued_bytes: int, config: E
     )
 
 
+def check_process(pid: int) -> None:
+    """Refuse to use an executor in a fork of the process that has started it: the sockets are its parent's.
+
+    Args:
+        pid: the process that has started it.
+
+    Raises:
+        Closed: this is another one.
+    """
+    if os.getpid() != pid:
+        raise Closed(
+            f"the executor belongs to process {pid}, of which this one ({os.getpid()}) is a fork: use it there, or "
+            "start another one here"
+        )
+
+
 def closed(state: GroupState, failure: StepcastError | None) -> Closed:
     """The group takes no steps.
 
@@ -219,6 +236,11 @@ def expired(name: str, limit: Limit) -> StepTimeout:
         knob=limit.knob,
         phases={},
     )
+
+
+def _known_exit_code(process: WorkerProcess) -> int | None:
+    exit_code = process.exit_code()
+    return None if exit_code == EXIT_CODE_UNKNOWN else exit_code
 
 
 def _join(ranks: Iterable[int]) -> str:

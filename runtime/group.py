@@ -131,7 +131,7 @@ class Group:
         self.inbox = Inbox(self.publisher, self.pending, config.world_size, now)
         # What the pump asks for most, without a call in between.
         self.next_deadline = self.pending.next_deadline
-        self.has_outcomes = self.pending.has_outcomes
+        self.outcomes = self.pending.outcomes
         self.give_out = self.pending.give_out
         self.pump = Pump(self.replies, self, watch=watch, wake_monitor=wake_monitor)
 
@@ -196,7 +196,7 @@ class Group:
             timeout_s: the longest to wait; None for the limits of the step itself.
         """
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        self.pump.read_until(lambda: entry.settled, deadline)
+        self.pump.read_until(entry, deadline)
         if entry.settled and entry.future is None:
             return
         with self.lock:
@@ -324,17 +324,19 @@ class Group:
         self._context.term()
 
     def _submit(self, request: Request, *, with_future: bool) -> Pending:
-        deadline: float | None = None
+        entry = self._try_submit(request, with_future=with_future)
+        if entry is not None:
+            return entry
+        deadline = self.clock() + self.config.backpressure_timeout_s
         while True:
+            self._wait_for_room(request, deadline)
             entry = self._try_submit(request, with_future=with_future)
             if entry is not None:
                 return entry
-            deadline = self.clock() + self.config.backpressure_timeout_s if deadline is None else deadline
             if self.clock() >= deadline:
                 with self.lock:
                     bus = self.publisher
                     raise failures.back_pressure(bus.slow_ranks(), bus.in_flight, bus.in_flight_bytes, self.config)
-            self._wait_for_room(request, deadline)
 
     def _try_submit(self, request: Request, *, with_future: bool) -> Pending | None:
         if request.limit is not None and not request.limit.seconds > 0:
@@ -383,15 +385,26 @@ class Group:
         refused = self.publisher.has_credit(request.size)
         if refused:
             deadline = min(deadline, self.clock() + _REFUSED_RETRY_S)
-
-        def has_room() -> bool:
-            return not self.state.accepts_steps or (not refused and self.publisher.has_credit(request.size))
-
-        if not self.pump.read_until(has_room, deadline):
+        room = _Room(self, request.size, refused=refused)
+        if not self.pump.read_until(room, deadline):
             with self._room:  # another thread reads
                 self._waiting_for_room += 1
                 self.pump.attend()
                 try:
-                    self._room.wait_for(has_room, deadline - self.clock())
+                    self._room.wait_for(lambda: room.settled, deadline - self.clock())
                 finally:
                     self._waiting_for_room -= 1
+
+
+class _Room:
+    """What a thread waits for that can't publish: room for its message, or the group's end."""
+
+    def __init__(self, group: Group, size: int, *, refused: bool) -> None:
+        self._group = group
+        self._size = size
+        self._refused = refused
+
+    @property
+    def settled(self) -> bool:
+        group = self._group
+        return not group.state.accepts_steps or (not self._refused and group.publisher.has_credit(self._size))

@@ -24,7 +24,7 @@ from stepcast.workers.responder import DUMP_SIGNAL
 from . import failures
 from .config import ExecutorConfig
 from .group import Group
-from .launch.process import WorkerProcess
+from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .output import OutputRelay
 from .pump import MONITOR_LOOK_S
 from .state import GroupState
@@ -198,7 +198,7 @@ class Monitor(threading.Thread):
             self._buried.add(process.rank)
             if process.sentinel is not None:
                 self._epoll.unregister(process.sentinel)
-            if process.exit_code() in (0, EXIT_FAILED):
+            if process.exit_code() in (0, EXIT_CODE_UNKNOWN, EXIT_FAILED):
                 self._hear_last_words(process.rank)
         return [(process, self._relay.stderr_tail(process.rank, _LAST_WORDS_S)) for process in dead]
 
@@ -220,7 +220,9 @@ class Monitor(threading.Thread):
         rank, phase = process.rank, str(group.inbox.phase(process.rank))
         silent_for_s = now - group.inbox.liveness[rank].last_heard
         group.inbox.liveness[rank].told(now, Phase.GONE)
-        in_good_order = self._terminated or (process.exit_code() == 0 and rank in group.inbox.said_bye)
+        in_good_order = self._terminated or (
+            process.exit_code() in (0, EXIT_CODE_UNKNOWN) and rank in group.inbox.said_bye
+        )
         if group.state is GroupState.FAILED or self._kill_wanted or in_good_order or rank in group.inbox.broken:
             return  # it was to end, or has said why it does
         if group.state is GroupState.STARTING:

@@ -28,7 +28,8 @@ class PendingTable:
         late: answers dropped because nobody waits for them any more.
         degraded: the last step that every rank has answered had failed on some rank.
         earliest: the clock's reading at which `expire` may have something to do; never later than when it has.
-        has_outcomes, give_out: as in `Outcomes`.
+        outcomes: those that `give_out` will give out.
+        give_out: as in `Outcomes`.
     """
 
     def __init__(self, world_size: int, failure_grace_s: float) -> None:
@@ -38,7 +39,7 @@ class PendingTable:
         self._by_sequence: dict[int, Pending] = {}
         self._order: deque[Pending] = deque()
         self._outcomes = Outcomes()
-        self.has_outcomes = self._outcomes.has_some
+        self.outcomes = self._outcomes.known
         self.give_out = self._outcomes.give_out
         self.earliest = math.inf
         self._carried: StepFailed | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
 
+from . import failures
 from .config import ExecutorConfig
 from .group import Request
 from .health import GroupHealth
@@ -85,8 +86,8 @@ class MpGroup:
         """
         atexit.register(self._at_exit)
         self._monitor.on_end = lambda: atexit.unregister(self._at_exit)
-        self._monitor.start()
         try:
+            self._monitor.start()
             # The monitor keeps the limits; this one only covers for a monitor that is held up.
             self._monitor.started.wait(self._config.startup_timeout_s + self._ending_limit_s)
         except BaseException:
@@ -98,22 +99,27 @@ class MpGroup:
 
     def run(self, request: Request) -> Any:
         """As `Group.run`."""
+        failures.check_process(self._pid)
         return self._group.run(request)
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""
+        failures.check_process(self._pid)
         return self._group.submit(request)
 
     def try_submit(self, request: Request) -> StepFuture | None:
         """As `Group.try_submit`."""
+        failures.check_process(self._pid)
         return self._group.try_submit(request)
 
     def abort_step(self, step: int) -> bool:
         """As `Group.abort_step`."""
+        failures.check_process(self._pid)
         return self._group.abort_step(step)
 
     def health(self) -> GroupHealth:
         """As `Group.health`."""
+        failures.check_process(self._pid)
         return self._group.health()
 
     def request_stop(self) -> None:
@@ -136,8 +142,8 @@ class MpGroup:
             self._monitor.stop(kill=kill)
             return
         failed_before = self._group.failure is not None
-        self._monitor.stop(kill=kill)
         try:
+            self._monitor.stop(kill=kill)
             self._monitor.ended.wait(self._ending_limit_s)
         except BaseException:  # a second Ctrl-C: no more patience
             self._monitor.stop(kill=True)

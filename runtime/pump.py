@@ -13,7 +13,7 @@ monitor's next look, at most `MONITOR_LOOK_S` later.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Protocol
 
 from stepcast.bus.replies import Reply, ReplyReader
@@ -22,8 +22,20 @@ from stepcast.bus.replies import Reply, ReplyReader
 MONITOR_LOOK_S = 0.5
 
 
+class Goal(Protocol):
+    """What a thread waits for."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has come."""
+
+
 class Reading(Protocol):
     """What is done with the replies."""
+
+    @property
+    def outcomes(self) -> Sized:
+        """The outcomes that are to be given out."""
 
     def take(self, reply: Reply | None) -> None:
         """Take a reply, or None where a limit may have passed."""
@@ -33,9 +45,6 @@ class Reading(Protocol):
 
     def has_waiting(self) -> bool:
         """Whether an outcome is wanted that is not known yet."""
-
-    def has_outcomes(self) -> bool:
-        """Whether there is an outcome to be given out."""
 
     def give_out(self) -> None:
         """Give out the outcomes that are known. Their callbacks are the embedder's, and may wait for a step."""
@@ -70,11 +79,11 @@ class Pump:
         self._armed = False
         self._closed = False
 
-    def read_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
-        """Read in this thread until something is done.
+    def read_until(self, goal: Goal, deadline: float | None) -> bool:
+        """Read in this thread until something is settled.
 
         Args:
-            done: tells whether it is.
+            goal: what is waited for.
             deadline: the clock's reading at which to give up.
 
         Returns:
@@ -82,14 +91,14 @@ class Pump:
         """
         while self._reading.acquire(blocking=False):
             try:
-                over = self._read(done, deadline)
+                over = self._read(goal, deadline)
             except BaseException:
                 self._wake_monitor()  # it gives out what is known
                 raise
             finally:
                 self._leave()
             self._handler.give_out()
-            if over or done():
+            if over or goal.settled:
                 return True
         return False
 
@@ -123,22 +132,23 @@ class Pump:
         self._replies.wake()
         self._reading.acquire(timeout=timeout_s)
 
-    def _read(self, done: Callable[[], bool], deadline: float | None) -> bool:
-        """Read until it is done, or given up, or until there is an outcome to give out. Returns False for the last."""
+    def _read(self, goal: Goal, deadline: float | None) -> bool:
+        """Read until it is settled, or given up, or until there is an outcome to give out. Returns False for that."""
         if self._armed:
             self._watch(False)
             self._armed = False
-        receive, take, has_outcomes = self._replies.receive, self._handler.take, self._handler.has_outcomes
+        handler = self._handler
+        receive, take, outcomes = self._replies.receive, handler.take, handler.outcomes
         wait_s = self._wait_s(deadline)
-        while not (done() or self._closed):
-            if has_outcomes():
+        while not (goal.settled or self._closed):
+            if outcomes:
                 return False
             reply = receive(wait_s)
             take(reply)
-            if deadline is not None and self._handler.clock() >= deadline:
-                break
             if reply is None or deadline is not None:
                 # Else it still holds well enough: limits only come nearer by a failure, which wakes the monitor.
+                if deadline is not None and handler.clock() >= deadline:
+                    break
                 wait_s = self._wait_s(deadline)
         return True
 

@@ -109,31 +109,31 @@ class StepFuture(Future[Any]):
 
 
 class Outcomes:
-    """Outcomes that are known, on their way to the futures: given out by any thread, in order."""
+    """Outcomes that are known, on their way to the futures: given out by any thread, in order.
+
+    Attributes:
+        known: those that are to be given out.
+    """
 
     def __init__(self) -> None:
-        self._known: deque[Pending] = deque()
+        self.known: deque[Pending] = deque()
         self._resolving = threading.RLock()  # a signal handler may come in between
         self._resolved: deque[StepFuture] = deque()
         self._calling_back = threading.Lock()
 
     def add(self, entry: Pending) -> None:
         """Add a step that is settled and has a future."""
-        self._known.append(entry)
-
-    def has_some(self) -> bool:
-        """Whether there is an outcome to be given out."""
-        return bool(self._known)
+        self.known.append(entry)
 
     def give_out(self) -> None:
         """Resolve the futures of all that was added, then call their callbacks, unless another thread is at it.
 
         No lock may be held: the callbacks are the embedder's.
         """
-        if self._known:
+        if self.known:
             with self._resolving:
-                while self._known:
-                    self._resolve(self._known.popleft())
+                while self.known:
+                    self._resolve(self.known.popleft())
         # Asked again after the release: what came before it was left to this thread.
         while self._resolved and self._calling_back.acquire(blocking=False):
             try:

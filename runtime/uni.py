@@ -100,6 +100,7 @@ class UniGroup:
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""
+        failures.check_process(self._pid)
         with self._changed:
             future = self._try_submit(request)
             if future is not None:
@@ -113,20 +114,24 @@ class UniGroup:
 
     def try_submit(self, request: Request) -> StepFuture | None:
         """As `Group.try_submit`."""
+        failures.check_process(self._pid)
         with self._changed:
             return self._try_submit(request)
 
     def abort_step(self, step: int) -> bool:
         """As `Group.abort_step`."""
+        failures.check_process(self._pid)
         with self._changed:
             aborted = self._pending.abort(step)
             if aborted:
                 self._board.aborted.add(step)
+                self._changed.notify_all()
         self._pending.give_out()
         return aborted
 
     def health(self) -> GroupHealth:
         """As `Group.health`."""
+        failures.check_process(self._pid)
         with self._changed:
             status = self._board.status
             age_s = (time.monotonic_ns() - status.since_ns) / 1e9
@@ -192,7 +197,7 @@ class UniGroup:
         try:
             self.stop()
         except StepcastError as failure:
-            _log.error("while the executor was shut down at its end: %s", failure)  # noqa: TRY400
+            _log.error("while the executor was shut down at its end: %s", failure)
 
     # The worker's thread.
 
@@ -328,7 +333,9 @@ class UniGroup:
                 if error is not None:
                     self._fail(error)
                 deadline = self._pending.next_deadline()
-                if not self._pending.has_outcomes():
+                if self._pending.outcomes:
+                    self._changed.notify_all()
+                else:
                     wait_s = _LONGEST_WAIT_S if deadline is None else min(deadline - now, _LONGEST_WAIT_S)
                     self._changed.wait(max(0.0, wait_s))
             self._pending.give_out()

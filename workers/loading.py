@@ -100,7 +100,8 @@ def _load_module(name: str, load: _Load) -> Any:
     spec = None if name in sys.modules else importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         return importlib.import_module(name)
-    module = _execute(spec, spec.loader, load)
+    _execute(spec, spec.loader, load)
+    module = sys.modules[name]  # it may have put something else in its own place
     package, _, child = name.rpartition(".")
     if package:
         setattr(sys.modules[package], child, module)
@@ -118,5 +119,4 @@ def _execute(spec: ModuleSpec, loader: Loader, load: _Load) -> Any:
         if not load.reached_executor:
             sys.modules.pop(spec.name, None)
             raise
-    # A module may have put something else in its own place.
-    return sys.modules.get(spec.name, module)
+    return module

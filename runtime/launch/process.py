@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from typing import IO
+
+#: What `WorkerProcess.exit_code` gives where somebody else has reaped the process: the embedder, or the kernel where the
+#: embedder ignores SIGCHLD.
+EXIT_CODE_UNKNOWN = 256
 
 
 class WorkerProcess:
@@ -31,7 +36,7 @@ class WorkerProcess:
         """Reap the process where it has ended.
 
         Returns:
-            Its exit code, negative for a signal; None while it runs.
+            Its exit code, negative for a signal; `EXIT_CODE_UNKNOWN`; None while it runs.
         """
         raise NotImplementedError
 
@@ -68,7 +73,15 @@ class SpawnedProcess(WorkerProcess):
         self._popen = popen
 
     def exit_code(self) -> int | None:
-        return self._popen.poll()
+        if self._popen.returncode is None:
+            # Not Popen.poll: for a process that somebody else has reaped it tells 0.
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._popen.returncode = EXIT_CODE_UNKNOWN
+            else:
+                self._popen.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self._popen.returncode
 
     def wait(self) -> None:
         self._popen.wait()
@@ -99,14 +112,26 @@ class ForkedProcess(WorkerProcess):
         self._process = process
 
     def exit_code(self) -> int | None:
-        return self._process.exitcode
+        code = self._process.exitcode
+        if code is None and self._pidfd is not None and _is_readable(self._pidfd):
+            code = self._process.exitcode  # it may have ended in between
+            if code is None:  # and always would be
+                self._process._popen.returncode = code = EXIT_CODE_UNKNOWN  # type: ignore[attr-defined]
+        return code
 
     def wait(self) -> None:
         self._process.join()
 
     def close(self) -> None:
+        self.exit_code()
         self.sentinel = None
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
         self._process.close()
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -115,9 +117,14 @@ class Stage:
         wait_until(lambda: process_has_ended(pid), message=f"the end of process {pid}")
 
     def wait_for_ends(self) -> None:
-        """Wait until each process that has left a note has ended."""
-        pids = {signs.read(self.directory, path.name)[0] for path in self.directory.glob("*-[0-9]")}
-        wait_until(lambda: all(map(process_has_ended, pids)), message=f"the ends of {pids}")
+        """Wait until each process that has left a note has ended with all its threads, and so has closed its files."""
+        for pid in {signs.read(self.directory, path.name)[0] for path in self.directory.glob("*-[0-9]")}:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                try:
+                    assert select.select([pidfd], [], [], 10.0)[0], f"process {pid} has not ended"
+                finally:
+                    os.close(pidfd)
 
     def sweep(self) -> None:
         """Delete what dead processes have left in the temporary directory: run directories as the next start does it."""

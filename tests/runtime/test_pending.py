@@ -129,7 +129,7 @@ def test_a_step_without_a_future_keeps_its_outcome() -> None:
     table = Table(1)
     entry = table.submit(future=False)
     table.answer(0, entry)
-    assert not table.pending.has_outcomes()
+    assert not table.pending.outcomes
     assert entry.outcome() == [0, 10]
     failing = table.submit(future=False)
     table.fail(0, failing)
@@ -559,7 +559,7 @@ class Interleavings(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         assert len(self.resolved) == len(set(self.resolved))
-        assert not self.table.pending.has_outcomes()
+        assert not self.table.pending.outcomes
         by_step = {entry.step: entry for entry in self.entries}
         in_turn = [
             step for step in self.resolved if by_step[step].error is None or self.is_in_turn(by_step[step].error)

@@ -1,0 +1,124 @@
+"""The life of a worker's process, from its first line to its exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepcast.bus.endpoints import RunDirectory
+from stepcast.runtime.launch import mp
+from stepcast.runtime.launch.process import WorkerProcess
+from stepcast.workers.boot import EXIT_FAILED
+from stepcast.workers.boot_config import BootConfig
+from stepcast.workers.death_watch import process_start_time
+from stepcast.workers.responder import EXIT_DRIVER_GONE
+from tests.harness import wait_until
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def directory() -> Iterator[RunDirectory]:
+    made = RunDirectory()
+    yield made
+    made.remove()
+
+
+def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    settings: dict[str, Any] = {
+        "rank": 1,
+        "local_rank": 1,
+        "world_size": 2,
+        "epoch": 1,
+        "output_rank": 0,
+        "device": "cpu",
+        "rendezvous": "file:///nowhere",
+        "process_group_timeout_s": 10.0,
+        "worker": "stepcast.workers.echo:Echo",
+        "run_id": bytes(16),
+        "publish_endpoint": directory.endpoint("publish"),
+        "reply_endpoint": directory.endpoint("replies"),
+        "max_message_bytes": 1000,
+        "driver_pid": os.getpid(),
+        "driver_start_time": start_time,
+        "die_with_driver": True,
+        "startup_timeout_s": 0.1,
+        "reply_timeout_s": 1.0,
+        "linger_s": 0.1,
+        "log_level": "INFO",
+        "arguments": ["script.py", "--flag"],
+    }
+    return BootConfig(**{**settings, **changes})
+
+
+def run_to_its_end(boot: BootConfig) -> tuple[int, str]:
+    """Spawn a rank and wait for its end. Returns its exit code and what it wrote to stderr."""
+    process: WorkerProcess = mp.spawn(boot, os.environ)
+    try:
+        code = wait_until(lambda: (process.exit_code(),) if process.exit_code() is not None else None, LIMIT_S)[0]
+        return code, process.outputs[1].read().decode()
+    finally:
+        for output in process.outputs:
+            output.close()
+        process.close()
+
+
+def test_a_boot_configuration_survives_its_way(directory: RunDirectory) -> None:
+    """Every field, with options of any plain kind, and with paths that are no text."""
+    options = {"a": [1, 2.5, None, b"\0", {"b": True}], "numbers": {1: "one", -2: [3]}}
+    paths = {"worker": "/tmp/\udcff/script.py:Mine", "arguments": ["\udcfe"], "run_id": bytes(range(16))}
+    boot = boot_config(directory, options=options, **paths)
+    again = BootConfig.from_bytes(boot.to_bytes())
+    assert asdict(again) == asdict(boot)
+    assert {each.name for each in fields(BootConfig)} == set(asdict(again))
+
+
+def test_every_field_of_the_boot_configuration_is_documented() -> None:
+    """By its name, in the class's docstring."""
+    text = BootConfig.__doc__ or ""
+    for each in fields(BootConfig):
+        assert each.name in text
+
+
+def test_a_rank_whose_driver_is_dead_already_ends_at_once(directory: RunDirectory) -> None:
+    """Its id is somebody else's by now: the start time tells. Nothing of the worker's is imported."""
+    code, stderr = run_to_its_end(boot_config(directory, driver_start_time=1, worker="no_such_module:Class"))
+    assert (code, stderr) == (EXIT_DRIVER_GONE, "")
+
+
+def test_a_rank_that_hears_no_driver_says_so_and_ends(directory: RunDirectory) -> None:
+    """Its line is a log record, with its place."""
+    code, stderr = run_to_its_end(boot_config(directory))
+    assert code == EXIT_FAILED
+    (line,) = stderr.splitlines()
+    assert line[0] == "\x1e"
+    record = json.loads(line[1:])
+    assert record["event"] == "no handshake from the driver within startup_timeout_s=0.1"
+    assert (record["level"], record["logger"]) == ("error", "stepcast.worker")
+    assert (record["rank"], record["epoch"], record["step"]) == (1, 1, 0)
+
+
+def test_nothing_of_the_boot_configuration_shows_in_the_process_list(directory: RunDirectory) -> None:
+    """Options may be secret; the command line is for everybody to read."""
+    boot = boot_config(directory, options={"password": "hush-hush"}, startup_timeout_s=LIMIT_S)
+    process = mp.spawn(boot, {**os.environ, "EXTRA": "1"})
+    try:
+        shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert b"stepcast.workers.boot" in shown or sys.executable.encode() in shown
+        assert b"hush-hush" not in shown
+        assert directory.endpoint("publish").encode() not in shown
+    finally:
+        process.send_signal(9)  # type: ignore[arg-type]
+        process.wait()
+        for output in process.outputs:
+            output.close()
+        process.close()
