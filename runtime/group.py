@@ -132,6 +132,8 @@ class Group:
         # What the pump asks for most, without a call in between.
         self.next_deadline = self.pending.next_deadline
         self.outcomes = self.pending.outcomes
+        self.under_way = self.pending.under_way
+        self.answers_wanted = self.pending.answers_wanted
         self.give_out = self.pending.give_out
         self.pump = Pump(self.replies, self, watch=watch, wake_monitor=wake_monitor)
 
@@ -255,11 +257,13 @@ class Group:
 
     # What the pump uses, in the thread that reads.
 
-    def take(self, reply: Reply | None) -> None:
-        """Take a reply, or None where a limit may have passed."""
+    def take(self, replies: Sequence[Reply]) -> None:
+        """Take replies, or none where a limit may have passed."""
+        rare = False
         with self.lock:
             now = self.clock()
-            rare = reply is not None and self.inbox.take(reply, now)
+            for reply in replies:
+                rare |= self.inbox.take(reply, now)
             if self.pending.degraded != (self.state is GroupState.DEGRADED) and self.state.accepts_steps:
                 self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
             if now >= self.pending.earliest:

@@ -27,6 +27,7 @@ class PendingTable:
     Attributes:
         late: answers dropped because nobody waits for them any more.
         degraded: the last step that every rank has answered had failed on some rank.
+        under_way: the messages that wait for answers, by sequence number.
         earliest: the clock's reading at which `expire` may have something to do; never later than when it has.
         outcomes: those that `give_out` will give out.
         give_out: as in `Outcomes`.
@@ -36,7 +37,7 @@ class PendingTable:
         self._everyone = (1 << world_size) - 1
         self._world_size = world_size
         self._failure_grace_s = failure_grace_s
-        self._by_sequence: dict[int, Pending] = {}
+        self.under_way: dict[int, Pending] = {}
         self._order: deque[Pending] = deque()
         self._outcomes = Outcomes()
         self.outcomes = self._outcomes.known
@@ -47,7 +48,14 @@ class PendingTable:
         self.degraded = False
 
     def __len__(self) -> int:
-        return len(self._by_sequence)
+        return len(self.under_way)
+
+    def answers_wanted(self) -> int:
+        """How many answers are of use only together: those of the only step under way, where its outcome needs all."""
+        if len(self.under_way) != 1:
+            return 1
+        (entry,) = self.under_way.values()
+        return entry.waiting.bit_count() if entry.needs_all else 1
 
     def has_waiting(self) -> bool:
         """Whether some step's outcome has not been given out."""
@@ -56,7 +64,7 @@ class PendingTable:
     def add(self, entry: Pending) -> None:
         """Add a message that has just been published."""
         entry.waiting = self._everyone
-        self._by_sequence[entry.sequence] = entry
+        self.under_way[entry.sequence] = entry
         self._order.append(entry)
         limit_s = (entry.limit or entry.hard_limit).seconds  # the embedder's own is never the longer one
         self.earliest = min(self.earliest, entry.published_at + limit_s)
@@ -137,7 +145,7 @@ class PendingTable:
 
     def next_deadline(self) -> float | None:
         """The clock's reading at which `expire` may have something to do; never later than when it has."""
-        return self.earliest if self._by_sequence else None
+        return self.earliest if self.under_way else None
 
     def expire(self, now: float, phases: Mapping[int, str]) -> StepcastError | None:
         """Judge what is late.
@@ -149,7 +157,7 @@ class PendingTable:
         Returns:
             The error with which the group must end; None where it lives on.
         """
-        for entry in list(self._by_sequence.values()):
+        for entry in list(self.under_way.values()):
             if entry.failure is not None and now >= entry.failed_at + self._failure_grace_s:
                 return self._epoch_ended(entry, phases)
             elapsed_s = now - entry.published_at
@@ -159,7 +167,7 @@ class PendingTable:
             if limit is not None and elapsed_s >= limit.seconds and not (entry.ready or entry.settled):
                 self._settle(entry, None, self._timed_out(entry, limit, elapsed_s, phases, ends_group=False))
                 self._flush()
-        deadlines = [deadline for entry in self._by_sequence.values() for deadline in self._deadlines(entry)]
+        deadlines = [deadline for entry in self.under_way.values() for deadline in self._deadlines(entry)]
         self.earliest = min(deadlines, default=math.inf)
         return None
 
@@ -170,10 +178,10 @@ class PendingTable:
             if not entry.settled:
                 self._settle(entry, None, error)
         self._order.clear()
-        self._by_sequence.clear()
+        self.under_way.clear()
 
     def _answered(self, rank: int, sequence: int) -> Pending | None:
-        entry = self._by_sequence.get(sequence)
+        entry = self.under_way.get(sequence)
         bit = 1 << rank
         if entry is None or not entry.waiting & bit:
             self.late += 1
@@ -183,7 +191,7 @@ class PendingTable:
 
     def _judge(self, entry: Pending, rank: int) -> None:
         if not entry.waiting:
-            del self._by_sequence[entry.sequence]
+            del self.under_way[entry.sequence]
             self.degraded = entry.failure is not None
             if entry.failure is not None and entry.settled:
                 self._carried = entry.failure

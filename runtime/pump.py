@@ -13,7 +13,7 @@ monitor's next look, at most `MONITOR_LOOK_S` later.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Protocol
 
 from stepcast.bus.replies import Reply, ReplyReader
@@ -37,8 +37,15 @@ class Reading(Protocol):
     def outcomes(self) -> Sized:
         """The outcomes that are to be given out."""
 
-    def take(self, reply: Reply | None) -> None:
-        """Take a reply, or None where a limit may have passed."""
+    @property
+    def under_way(self) -> Sized:
+        """The messages that wait for answers."""
+
+    def answers_wanted(self) -> int:
+        """How many answers are of use only together: what waits for them needs all."""
+
+    def take(self, replies: Sequence[Reply]) -> None:
+        """Take replies, or none where a limit may have passed."""
 
     def next_deadline(self) -> float | None:
         """The clock's reading at which `take` must be called though nothing comes."""
@@ -143,9 +150,9 @@ class Pump:
         while not (goal.settled or self._closed):
             if outcomes:
                 return False
-            reply = receive(wait_s)
-            take(reply)
-            if reply is None or deadline is not None:
+            replies = receive(wait_s, handler.answers_wanted(), handler.under_way)
+            take(replies)
+            if not replies or deadline is not None:
                 # Else it still holds well enough: limits only come nearer by a failure, which wakes the monitor.
                 if deadline is not None and handler.clock() >= deadline:
                     break
@@ -171,7 +178,7 @@ class Pump:
 
     def _drain_and_arm(self) -> None:
         while not self._closed and (reply := self._replies.read()) is not None:
-            self._handler.take(reply)
+            self._handler.take((reply,))
         if not (self._armed or self._closed):
             self._armed = True
             self._watch(True)

@@ -225,10 +225,51 @@ def test_receiving_waits_for_a_reply(rig: Rig) -> None:
     """A thread that is blocked until a reply comes has it as soon as it comes."""
     reader, sender = rig.reader(), rig.sender()
     sender.send(Kind.ALIVE, 7, frames=(b"payload", b"buffer"))
-    reply = reader.receive(LIMIT_S)
-    assert reply is not None
+    (reply,) = reader.receive(LIMIT_S)
     assert reply.header.sequence == 7
     assert [bytes(frame) for frame in reply.frames] == [b"payload", b"buffer"]
+
+
+def answer(sender: ReplySender, sequence: int, *frames: bytes) -> None:
+    """Send a RESULT."""
+    sender.send(Kind.RESULT, sequence, sequence, frames, times=(0, 0, 0))
+
+
+def test_answers_that_belong_together_are_received_together(rig: Rig) -> None:
+    """Where several answers are wanted, and one message is under way, the wait ends with the last of them."""
+    reader, sender = rig.reader(), rig.sender()
+    for sequence in (1, 2, 3):
+        answer(sender, sequence, b"payload")
+    replies = reader.receive(LIMIT_S, 3, [None])
+    assert [reply.header.sequence for reply in replies] == [1, 2, 3]
+    assert [bytes(reply.frames[0]) for reply in replies] == [b"payload"] * 3
+
+
+def test_whatever_is_not_a_plain_answer_is_not_held_up(rig: Rig) -> None:
+    """A failure, a message of another kind and an answer with buffers end the wait for further answers."""
+    reader, sender = rig.reader(), rig.sender()
+    answer(sender, 1)
+    sender.send(Kind.FAILURE, 2, 2, (b"why",), times=(0, 0, 0))
+    answer(sender, 3)
+    sender.send(Kind.ALIVE, 4)
+    answer(sender, 5, b"payload", b"buffer")
+    got = [[reply.header.sequence for reply in reader.receive(LIMIT_S, 9, [None])] for _ in range(3)]
+    assert got == [[1, 2], [3, 4], [5]]
+
+
+def test_answers_to_several_messages_are_not_held_up(rig: Rig) -> None:
+    """Where another message is under way somebody else may wait for its answer: none waits for a further one."""
+    reader, sender = rig.reader(), rig.sender()
+    answer(sender, 1)
+    answer(sender, 2)
+    assert [reply.header.sequence for reply in reader.receive(LIMIT_S, 9, [None, None])] == [1]
+
+
+def test_answers_that_have_come_are_given_out_at_the_limit(rig: Rig) -> None:
+    """Where an answer is missing, the wait for it ends at its limit, with those that are there."""
+    reader, sender = rig.reader(), rig.sender()
+    answer(sender, 1)
+    assert [reply.header.sequence for reply in reader.receive(0.1, 2, [None])] == [1]
 
 
 def test_receiving_ends_at_its_limit(rig: Rig) -> None:
@@ -236,7 +277,7 @@ def test_receiving_ends_at_its_limit(rig: Rig) -> None:
     reader = rig.reader()
     for limit_s in (0.05, 0.0, 0.1, 0.1):
         started = time.monotonic()
-        assert reader.receive(limit_s) is None
+        assert reader.receive(limit_s) == []
         assert limit_s * 0.9 <= time.monotonic() - started < LIMIT_S
 
 
@@ -244,7 +285,7 @@ def test_receiving_ends_with_what_is_dropped(rig: Rig) -> None:
     """A foreign message ends the wait without a reply, and is counted."""
     reader = rig.reader()
     pusher(rig).send(b"foreign")
-    assert reader.receive(LIMIT_S) is None
+    assert reader.receive(LIMIT_S) == []
     assert reader.dropped == {"foreign": 1}
 
 
@@ -255,7 +296,7 @@ def test_a_blocked_receive_can_be_woken_from_another_thread(rig: Rig) -> None:
         thread = threading.Thread(target=reader.wake)
         thread.start()
         started = time.monotonic()
-        assert reader.receive(60.0) is None
+        assert reader.receive(60.0) == []
         assert time.monotonic() - started < LIMIT_S
         thread.join(LIMIT_S)
     assert not reader.dropped
@@ -266,7 +307,7 @@ def test_a_wake_that_comes_first_is_not_lost(rig: Rig) -> None:
     reader = rig.reader()
     reader.wake()
     started = time.monotonic()
-    assert reader.receive(60.0) is None
+    assert reader.receive(60.0) == []
     assert time.monotonic() - started < LIMIT_S
 
 

@@ -198,12 +198,12 @@ def test_a_fork_of_the_embedder_ends_without_harm(
 @METHOD
 @pytest.mark.parametrize("child", ["del", "shutdown", "use", "own"])
 def test_a_fork_can_neither_end_nor_use_its_parents_group(stage: Stage, method: str, child: str) -> None:
-    """Sockets can't be shared by a fork: it is refused, at once, and told to build an executor of its own."""
+    """Sockets can't be shared by a fork: it is refused, at once, and told to start another one."""
     code, output = run(stage, "fork_afterwards", {"child": child}, start_method=method)
     assert code == 0, output
     assert "child: 0\n" in output
     assert output.count("refused: ") == (6 if child == "use" else 0)
-    assert output.count("build an executor of its own") == (6 if child == "use" else 0)
+    assert output.count("start another one here") == (6 if child == "use" else 0)
     assert output.endswith("the parent's steps: [0, 1, 2]\nthe parent's group: ready\n")
 
 

@@ -119,9 +119,9 @@ def test_errors_are_those_of_the_executor(gate: Any) -> None:
                 await executor.step(object())
             with pytest.raises(ConfigError, match="private methods"):
                 await executor.call("_private")
-            with pytest.raises(StepTimeout, match="timeout_s=0.1"):
+            with pytest.raises(StepTimeout, match=r"timeout_s=0.1"):
                 await executor.step({"gate": str(gate)}, timeout_s=0.1)
-            with pytest.raises(StepTimeout, match="timeout_s=0.1"):
+            with pytest.raises(StepTimeout, match=r"timeout_s=0.1"):
                 await executor.call("wait_for", str(gate), timeout_s=0.1)
             gate.open()
             assert await executor.step("fine") == "fine"

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import TimeoutError as StillWaiting  # the built-in one from Python 3.11 on
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
@@ -60,7 +61,7 @@ def in_thread(function: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told by whoever waits
             future.set_exception(error)
 
     threading.Thread(target=run).start()
@@ -169,9 +170,9 @@ def test_the_futures_are_those_of_the_standard_library(pair: Executor) -> None:
 def test_a_wait_for_a_result_can_be_limited(pair: Executor, gate: Any) -> None:
     """The step goes on when the limit passes, and its result is there later."""
     future = pair.submit({"gate": str(gate)})
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         future.result(0.05)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         future.exception(0)
     gate.open()
     assert future.exception(LIMIT_S) is None
@@ -242,7 +243,7 @@ def test_a_result_with_buffers_waits_for_every_rank(pair: Executor, gate: Any) -
     pytest.importorskip("numpy")
     array = np.zeros(100_000)
     future = pair.submit({"gate": str(gate), "ranks": [1], "array": array})
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         future.result(0.05)
     gate.open()
     assert future.result(LIMIT_S) is None
@@ -292,7 +293,7 @@ def test_submit_waits_for_room_and_goes_on(pair: Executor, gate: Any) -> None:
     futures = [pair.submit({"gate": str(gate)})] + [pair.submit(number) for number in range(7)]
     published = pair.health().published
     ninth = in_thread(lambda: pair.submit("ninth"))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         ninth.result(0.1)
     assert pair.health().published == published
     gate.open()
@@ -353,7 +354,7 @@ def test_an_answer_that_can_not_be_sent_is_that_steps_failure(tight: Executor) -
     with pytest.raises(StepFailed, match=r"the answer\['deep'\]\[0\]: an object of type object can't be sent"):
         tight.call("unsendable")
     for size in (100_001, 1_000_000):
-        with pytest.raises(StepFailed, match="the answer has .* bytes, over max_message_bytes=100000") as caught:
+        with pytest.raises(StepFailed, match=r"the answer has .* bytes, over max_message_bytes=100000") as caught:
             tight.call("big", size)
         assert caught.value.failed_ranks in {(0, 1), (1, 0)}
     assert tight.call("whoami") == [0, 1]
@@ -497,7 +498,7 @@ def test_a_thread_that_waits_for_an_aborted_step_is_released(pair: Executor, gat
     """Whether it reads the replies itself or another does so for it."""
     future = pair.submit({"gate": str(gate)})
     waiting = [in_thread(future.exception) for _ in range(3)]
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         waiting[0].result(0.05)
     assert future.cancel()
     assert all(isinstance(each.result(LIMIT_S), StepAborted) for each in waiting)
@@ -606,7 +607,7 @@ def test_a_callback_that_waits_for_room_gets_it(pair: Executor, new_gate: Any, w
     waiting = in_thread(futures[0].result) if waits else None
     first.open()
     assert entered.wait(LIMIT_S)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         outcome.result(0.05)
     second.open()
     assert outcome.result(LIMIT_S).result(LIMIT_S) == "another"
@@ -844,7 +845,7 @@ def test_a_callback_may_shut_the_executor_down(gate: Any, waits: bool) -> None:
     def end(_future: Future[Any]) -> None:
         try:
             outcome.set_result(executor.shutdown())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told by whoever waits
             outcome.set_exception(error)
 
     future = executor.submit({"gate": str(gate)})
@@ -881,7 +882,7 @@ def test_a_group_that_has_failed_says_why(gate: Any) -> None:
     wait_until(lambda: told)
     for submit in (executor.step, executor.submit, executor.try_submit, executor.call):
         with pytest.raises(
-            Closed, match="the group has failed; start a new executor. The failure: rank 1 .*SIGKILL"
+            Closed, match=r"the group has failed; start a new executor. The failure: rank 1 .*SIGKILL"
         ) as (caught):
             submit("whoami")
         assert caught.value.__cause__ is error
@@ -976,7 +977,7 @@ def test_a_process_that_can_not_be_started_leaves_none_behind(monkeypatch: pytes
         return process
 
     monkeypatch.setattr(mp, "spawn", spawn_the_first)
-    with pytest.raises(StartupError, match="the workers' processes can't be started: .*no more processes"):
+    with pytest.raises(StartupError, match=r"the workers' processes can't be started: .*no more processes"):
         Executor(config(2))
     assert len(pids) == 1
     assert process_has_ended(pids[0])
@@ -1030,7 +1031,7 @@ def test_no_outcome_and_no_room_waits_for_the_monitors_look(
                 aborted = future.cancel()
                 assert isinstance(future.exception(LIMIT_S), StepAborted if aborted else type(None))
             elif kind == 4:
-                with suppress(TimeoutError):
+                with suppress(StillWaiting):
                     assert executor.submit(tag).result(random.choice([0, 0.0001, 0.001])) == tag
             else:
                 assert len(executor.step(bytes(random.randrange(90_000)))) < 90_000
@@ -1044,7 +1045,7 @@ def test_no_outcome_and_no_room_waits_for_the_monitors_look(
         reading = in_thread(lambda: executor.step({"gate": {0: str(mine), 1: str(room)}, "large": large}))
         wait_until(lambda: executor.health().in_flight == 1)
         submitting = in_thread(lambda: executor.submit(large).result(LIMIT_S))
-        with pytest.raises(TimeoutError):
+        with pytest.raises(StillWaiting):
             submitting.result(0.05)
         mine.open()
         assert reading.result(LIMIT_S) == 0

@@ -115,13 +115,13 @@ def test_lines_have_a_level_and_a_rank(relay: OutputRelay, new_rank: Callable[[i
 def test_a_line_may_come_in_pieces(relay: OutputRelay, new_rank: Callable[[int], Rank], log: Log) -> None:
     """Also one that is cut inside a character; and one that is never ended is told at the end."""
     rank = new_rank(0)
-    text = "begins – ends".encode()
+    text = "begins § ends".encode()
     rank.out(text[:8])
     rank.out(text[8:] + b"\nunfinished")
     wait_until(lambda: len(log.records) == 1)
     rank.end()
     wait_until(lambda: len(log.records) == 2)
-    assert log.lines == [("INFO", "[rank 0] begins – ends"), ("INFO", "[rank 0] unfinished")]
+    assert log.lines == [("INFO", "[rank 0] begins § ends"), ("INFO", "[rank 0] unfinished")]
 
 
 def test_bytes_that_are_no_text_are_replaced(relay: OutputRelay, new_rank: Callable[[int], Rank], log: Log) -> None:
@@ -184,13 +184,13 @@ def test_what_only_looks_like_a_record_is_a_line(relay: OutputRelay, new_rank: C
 
 
 def test_the_tail_is_what_stderr_ended_with(relay: OutputRelay, new_rank: Callable[[int], Rank], log: Log) -> None:
-    """The last twenty lines, log records and stdout apart; there when the process has ended."""
+    """The last sixty lines, log records and stdout apart; there when the process has ended."""
     rank = new_rank(2)
-    rank.err(b"".join(b"line %d\n" % number for number in range(30)))
+    rank.err(b"".join(b"line %d\n" % number for number in range(80)))
     rank.err(record(level="info", event="a record") + b"the end")
     rank.out(b"something else\n")
     rank.end()
-    assert relay.stderr_tail(2, LIMIT_S).splitlines() == [*(f"line {number}" for number in range(11, 30)), "the end"]
+    assert relay.stderr_tail(2, LIMIT_S).splitlines() == [*(f"line {number}" for number in range(21, 80)), "the end"]
 
 
 def test_the_tail_waits_no_longer_than_it_may(relay: OutputRelay, new_rank: Callable[[int], Rank], log: Log) -> None:

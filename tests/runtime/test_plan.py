@@ -139,7 +139,7 @@ def test_a_class_of_the_main_module_is_named_by_what_was_run(monkeypatch: pytest
 
 def test_a_class_that_was_typed_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no file that another process could load."""
-    with pytest.raises(ConfigError, match="worker=Mine: it was defined interactively.*define it in a file"):
+    with pytest.raises(ConfigError, match=r"worker=Mine: it was defined interactively.*define it in a file"):
         worker_spec(main_module(monkeypatch))
 
 
@@ -149,5 +149,5 @@ def test_a_class_of_a_function_is_refused() -> None:
     class Local(Worker):
         pass
 
-    with pytest.raises(ConfigError, match="a class defined in a function.*define it at the top level of a module"):
+    with pytest.raises(ConfigError, match=r"a class defined in a function.*define it at the top level of a module"):
         worker_spec(Local)

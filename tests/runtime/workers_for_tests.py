@@ -31,9 +31,10 @@ def wait_for_gate(path: str) -> None:
 class Obedient(Worker):
     """Does what each step tells it, on the ranks that it names.
 
-    A step that is a dict is a set of orders: "ranks" (None for all) says who follows the others; "gate": wait for a file, or
-    for one of a rank's own; "raise": raise a ValueError with this text; "until_aborted": wait until this step is aborted; "print", "print_error",
-    "log": write these texts; "return": answer this. Everything else is echoed.
+    A step that is a dict is a set of orders, unless it has a "value". "ranks" (None for all): who follows the others.
+    "gate": wait for a file, or for one of each rank's own. "until_aborted": wait until this step is aborted. "print",
+    "print_error", "log": write these texts. "raise": raise a ValueError with this text. "return": answer this, instead
+    of the rank. Everything else is echoed.
     """
 
     def setup(self, rank: RankInfo) -> None:

@@ -168,7 +168,7 @@ def test_a_missing_class_is_told(tmp_path: Path) -> None:
         load_worker_class("script:Outer.Missing")
     below = write(tmp_path / "below.py", CLASS, BUILDS["Executor"], "class Below(Worker): pass")
     for spec in (f"{below}:Below", "below:Below"):
-        with pytest.raises(ConfigError, match="has no Below: .* above the line that builds the executor$"):
+        with pytest.raises(ConfigError, match=r"has no Below: .* above the line that builds the executor$"):
             load_worker_class(spec)
 
 

@@ -33,13 +33,19 @@ def records(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line[1:]) for line in lines]
 
 
+def raised(error: Exception) -> Exception:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
 def test_each_record_is_one_line_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     """Rank, epoch and the step that the loop is at; level, logger and text."""
     board = Board()
     configure_logging("INFO", rank=3, epoch=2, board=board)
     logger = logging.getLogger("mine")
     logger.info("before the first %s", "step")
-    board.take(Phase.STEP, 8, 7)
+    board.moment = (Phase.STEP, 0, 8, 7)
     logger.warning("two\nlines, and a \x1e")
     first, second = records(capsys)
     assert first == {
@@ -56,10 +62,7 @@ def test_each_record_is_one_line_with_its_place(capsys: pytest.CaptureFixture[st
 def test_an_exception_is_part_of_its_record(capsys: pytest.CaptureFixture[str]) -> None:
     """On the same line, as text."""
     configure_logging("INFO", rank=0, epoch=1, board=Board())
-    try:
-        raise LookupError("no \udcff weights")
-    except LookupError:
-        logging.getLogger("mine").exception("it failed")
+    logging.getLogger("mine").error("it failed", exc_info=raised(LookupError("no \udcff weights")))
     (record,) = records(capsys)
     assert (record["event"], record["level"]) == ("it failed", "error")
     assert record["exception"].startswith("Traceback (most recent call last):")

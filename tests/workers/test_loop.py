@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 class Stream:
     """A step source and a reply sink; the stream ends with STOP."""
 
-    def __init__(self, *items: Message | Gap | None | Callable[[], Any]) -> None:
+    def __init__(self, *items: Message | Gap | Callable[[], Any] | None) -> None:
         self.items = deque(items)
         self.answers: list[Answer] = []
         self.phases: list[Phase] = []
@@ -289,10 +289,9 @@ class OddError(Exception):
 
 
 def raised(error: BaseException) -> BaseException:
-    try:
+    with pytest.raises(type(error)) as caught:
         raise error
-    except BaseException as caught:
-        return caught
+    return caught.value
 
 
 def test_a_type_is_named_with_its_module() -> None:
@@ -300,7 +299,7 @@ def test_a_type_is_named_with_its_module() -> None:
     assert describe_error(raised(ValueError("x")))[:2] == ["ValueError", "x"]
     assert describe_error(raised(OddError()))[0].endswith("test_loop.OddError")
 
-    class Local(Exception):  # noqa: N818
+    class Local(Exception):
         pass
 
     assert describe_error(Local())[0].endswith("<locals>.Local")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -117,7 +118,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_heartbeat_is_answered_with_phase_and_place(rank: Rank) -> None:
     """What the loop does, for how long, on which message and step; whatever that is."""
     for phase in (Phase.LOADING, Phase.STEP, Phase.CALL):
-        rank.board.take(phase, 3, 2)
+        rank.board.moment = (phase, time.monotonic_ns(), 3, 2)
         rank.publisher.control(Kind.HEARTBEAT)
         alive = rank.hear(Kind.ALIVE)
         told, age_s = msgpack.unpackb(alive.frames[0])
@@ -136,7 +137,7 @@ def test_a_lost_tail_is_asked_for_at_the_second_heartbeat(rank: Rank) -> None:
     """An idle loop that has received less than was published, twice in a row."""
     for sequence in (1, 2):
         assert rank.publisher.publish(Kind.STEP, sequence, [b"x"], 1) == sequence
-    rank.board.take(Phase.IDLE, 1, 1)
+    rank.board.moment = (Phase.IDLE, time.monotonic_ns(), 1, 1)
     rank.publisher.control(Kind.HEARTBEAT)
     rank.hear(Kind.ALIVE)
     rank.publisher.control(Kind.HEARTBEAT)
