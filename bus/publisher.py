@@ -5,6 +5,7 @@ Not thread-safe: the caller serialises.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,6 +21,8 @@ _HIGH_WATER_SLACK = 64
 
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _BUFFERS = int(Flag.BUFFERS)
+
+_log = logging.getLogger("stepcast.bus")
 
 
 class _Stored(NamedTuple):
@@ -66,6 +69,7 @@ class Publisher:
         self._acknowledged = [0] * world_size
         self.sequence = 0
         self.refused = 0
+        self._loses = False
         self.replayed = 0
         self._socket = context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -176,6 +180,18 @@ class Publisher:
             False where a pipe was full: nothing was sent. The next heartbeat tries again.
         """
         return self._send(self._wire.pack(kind, self.sequence, step), ())
+
+    def lose_for_full_pipes(self) -> None:
+        """From now on, lose to a full pipe what it can't take, instead of refusing it for all.
+
+        The windows keep the ranks' pipes from filling up, so a full one is that of a stray that does not read. What a
+        rank should lose all the same is found out as a gap, and replayed.
+        """
+        if self._loses:
+            return
+        self._loses = True
+        self._socket.setsockopt(zmq.XPUB_NODROP, 0)
+        _log.warning("a subscriber does not read: what its full pipe can't take is lost to it from now on")
 
     def acknowledge(self, rank: int, sequence: int) -> None:
         """Note that a rank has answered a message, and forget the messages that every rank has answered.

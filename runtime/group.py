@@ -33,9 +33,6 @@ from .pump import Pump
 from .state import GroupState, can_change
 from .step import Limit, Pending, StepFuture
 
-#: How soon a publication is tried again that a pipe refused although the windows have room.
-_REFUSED_RETRY_S = 0.005
-
 _GATHER = int(Flag.GATHER)
 
 _log = logging.getLogger("stepcast.runtime")
@@ -221,7 +218,7 @@ class Group:
         with self.lock:
             aborted = self.pending.abort(step)
             if aborted and not self._closed:
-                self.publisher.control(Kind.ABORT, step)
+                self.control(Kind.ABORT, step)
         self.give_out()
         self.pump.wake()
         return aborted
@@ -303,10 +300,19 @@ class Group:
         Returns:
             False where a pipe was full.
         """
-        if self.publisher.publish(kind, 0, frames, sum(map(len, frames))) is None:
-            return False
+        size = sum(map(len, frames))
+        if self.publisher.publish(kind, 0, frames, size) is None:
+            self.publisher.lose_for_full_pipes()
+            if self.publisher.publish(kind, 0, frames, size) is None:
+                return False
         self.heartbeat.published(self.clock())
         return True
+
+    def control(self, kind: Kind, step: int = 0) -> None:
+        """Publish a control message; a rank whose pipe is full, for it has not read for long, keeps it from no other."""
+        if not self.publisher.control(kind, step):
+            self.publisher.lose_for_full_pipes()
+            self.publisher.control(kind, step)
 
     def expire(self, now: float) -> None:
         """Judge what is late, where something may be."""
@@ -364,8 +370,12 @@ class Group:
         kind, name, frames, size, gather, answer_rank, limit, hard_limit = request
         now = self.clock()
         step = self._last_step + 1
+        flags = _GATHER if gather else 0
         try:
-            sequence = self.publisher.publish(kind, step, frames, size, _GATHER if gather else 0)
+            sequence = self.publisher.publish(kind, step, frames, size, flags)
+            if sequence is None:  # though the windows have room
+                self.publisher.lose_for_full_pipes()
+                sequence = self.publisher.publish(kind, step, frames, size, flags)
         except BaseException as interruption:
             # A KeyboardInterrupt between the parts of a message leaves the socket in the middle of it.
             self.fail(ProtocolError(f"the publication of step {step} was interrupted: {interruption!r}"))
@@ -385,11 +395,7 @@ class Group:
 
     def _wait_for_room(self, request: Request, deadline: float) -> None:
         """Wait until there may be room, the group takes no steps any more, or the deadline."""
-        # Refused though the windows have room: the pipe of a stray subscriber is full. Try again a little later.
-        refused = self.publisher.has_credit(request.size)
-        if refused:
-            deadline = min(deadline, self.clock() + _REFUSED_RETRY_S)
-        room = _Room(self, request.size, refused=refused)
+        room = _Room(self, request.size)
         if not self.pump.read_until(room, deadline):
             with self._room:  # another thread reads
                 self._waiting_for_room += 1
@@ -403,12 +409,11 @@ class Group:
 class _Room:
     """What a thread waits for that can't publish: room for its message, or the group's end."""
 
-    def __init__(self, group: Group, size: int, *, refused: bool) -> None:
+    def __init__(self, group: Group, size: int) -> None:
         self._group = group
         self._size = size
-        self._refused = refused
 
     @property
     def settled(self) -> bool:
         group = self._group
-        return not group.state.accepts_steps or (not self._refused and group.publisher.has_credit(self._size))
+        return not group.state.accepts_steps or group.publisher.has_credit(self._size)

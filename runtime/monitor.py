@@ -257,8 +257,7 @@ class Monitor(threading.Thread):
         if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
         elif self.group.heartbeat.remaining_s(now) <= 0:
-            # Published again in an interval even where a pipe refuses it.
-            self.group.publisher.control(Kind.HEARTBEAT)
+            self.group.control(Kind.HEARTBEAT)
             self.group.heartbeat.published(now)
 
     def _greet(self, now: float) -> None:
@@ -266,7 +265,7 @@ class Monitor(threading.Thread):
         everyone = self._config.world_size
         if not group.inbox.all_greeted:
             if now >= self._next_probe:
-                group.publisher.control(Kind.PROBE)
+                group.control(Kind.PROBE)
                 self._next_probe = now + self._probe_interval_s
                 self._probe_interval_s = min(self._probe_interval_s * _PROBE_BACKOFF, _MAX_PROBE_INTERVAL_S)
         elif len(group.inbox.loaded) == everyone and not self._begun:

@@ -60,13 +60,13 @@ def kill_driver(stage: Stage, settings: dict[str, Any], scenario: str, argument:
 
 @pytest.mark.parametrize(("method", "phase"), PLACES)
 def test_no_worker_outlives_its_driver(
-    stage: Stage, record_property: Callable[[str, object], None], method: str, phase: str
+    stage: Stage, measured: Callable[[str, object], None], method: str, phase: str
 ) -> None:
     """The workers go by themselves, those included that hold the GIL; the next start sweeps the dead run's directory."""
     scenario, argument, plan, notes = PHASES[phase]
     settings = stage.settings(world_size=2, start_method=method, **plan)
 
-    record_property("gone_after_s", kill_driver(stage, settings, scenario, argument, notes))
+    measured("gone_after_s", kill_driver(stage, settings, scenario, argument, notes))
 
     assert len(run_directories()) == 1
     with Executor(stage.config(world_size=2, start_method="fork")):
@@ -78,7 +78,7 @@ def test_no_worker_outlives_its_driver(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_no_worker_in_a_collective_outlives_its_driver(
-    stage: Stage, record_property: Callable[[str, object], None], method: str
+    stage: Stage, measured: Callable[[str, object], None], method: str
 ) -> None:
     """One rank waits for the other in an all-reduce."""
     pytest.importorskip("torch")
@@ -86,6 +86,6 @@ def test_no_worker_in_a_collective_outlives_its_driver(
 
     took_s = kill_driver(stage, settings, "step", {"0": "collective", "1": "block"}, ["collective-0", "block-1"])
 
-    record_property("gone_after_s", took_s)
+    measured("gone_after_s", took_s)
     with Executor(stage.config(world_size=2, start_method="fork")):
         assert len(run_directories()) == 1

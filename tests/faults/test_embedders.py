@@ -214,7 +214,7 @@ def test_a_fork_can_neither_end_nor_use_its_parents_group(stage: Stage, method: 
 @pytest.mark.parametrize("how", ["ignore", "reap"])
 @pytest.mark.parametrize("kill", [False, True], ids=["orderly", "killed"])
 def test_exit_codes_that_somebody_else_has_taken_are_not_waited_for(
-    stage: Stage, record_property: Callable[[str, object], None], method: str, how: str, kill: bool
+    stage: Stage, measured: Callable[[str, object], None], method: str, how: str, kill: bool
 ) -> None:
     """A program that ignores SIGCHLD, or reaps all children, still learns of a dead worker, and shuts down at once."""
     code, output = run(stage, "ignore_sigchld", {"how": how, "kill": kill}, start_method=method)
@@ -223,7 +223,7 @@ def test_exit_codes_that_somebody_else_has_taken_are_not_waited_for(
     if kill:
         assert re.fullmatch(r"1 (None|-9)", told["lost"])
         assert float(told["seconds"]) < 2.0
-        record_property("error_after_s", float(told["seconds"]))
+        measured("error_after_s", float(told["seconds"]))
     assert float(told["shutdown seconds"]) < 2.0
     assert float(told["shutdown cpu seconds"]) < 1.0
     assert told["threads left"] == "0"

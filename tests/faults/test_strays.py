@@ -23,7 +23,8 @@ from tests.harness import wait_until
 @pytest.fixture
 def executor(stage: Stage) -> Iterator[Executor]:
     """A group of two; fork, since it is there at once."""
-    with Executor(stage.config(world_size=2, start_method="fork", heartbeat_interval_s=0.1)) as made:
+    config = stage.config(world_size=2, start_method="fork", heartbeat_interval_s=0.1, max_message_bytes=1 << 20)
+    with Executor(config) as made:
         yield made
 
 
@@ -40,6 +41,14 @@ def path_of(name: str) -> str:
     return f"{os.environ['TMPDIR']}/{directory}/{name}"
 
 
+def connect(stray: zmq.Socket[bytes], path: str) -> None:
+    """Connect, and wait until the other end has agreed."""
+    with stray.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        stray.connect(f"ipc://{path}")
+        assert monitor.poll(5000)
+        stray.disable_monitor()
+
+
 def check_serving(executor: Executor, steps: int = 20, size: int = 0) -> None:
     payload = bytes(size)
     for _ in range(steps):
@@ -47,24 +56,24 @@ def check_serving(executor: Executor, steps: int = 20, size: int = 0) -> None:
     assert executor.health().state == "ready"
 
 
-@pytest.mark.parametrize("topic", [b"", b"S", b"C", b"P"])
+@pytest.mark.parametrize("topic", [b"", b"S"])
 def test_a_subscriber_that_never_reads_holds_nobody_up(
     executor: Executor, context: zmq.Context[zmq.Socket[bytes]], topic: bytes
 ) -> None:
     """Its pipe fills up, and what does not fit in is lost to it alone."""
-    stray = context.socket(zmq.SUB)
-    stray.setsockopt(zmq.RCVHWM, 1)
-    stray.setsockopt(zmq.SUBSCRIBE, topic)
-    with stray.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-        stray.connect(f"ipc://{path_of('publish')}")
-        assert monitor.poll(5000)
-        stray.disable_monitor()
+    with context.socket(zmq.SUB) as stray:
+        stray.setsockopt(zmq.RCVHWM, 1)
+        stray.setsockopt(zmq.SUBSCRIBE, topic)
+        connect(stray, path_of("publish"))
 
-    began = time.monotonic()
-    check_serving(executor, steps=400, size=32_768)
-    assert time.monotonic() - began < 15.0
-    # The ranks' own pipes are not full: they hear the heartbeats still.
-    wait_until(lambda: all(rank.last_heard_s < 0.1 for rank in executor.health().ranks))
+        began = time.monotonic()
+        check_serving(executor, steps=400, size=32_768)
+        assert time.monotonic() - began < 15.0
+        # The ranks' own pipes are not full: they hear the heartbeats still.
+        wait_until(lambda: all(rank.last_heard_s < 0.05 for rank in executor.health().ranks))
+        silent_since = time.monotonic()
+        wait_until(lambda: time.monotonic() - silent_since > 1.0)
+        assert all(rank.last_heard_s < 1.0 for rank in executor.health().ranks)
 
 
 def test_subscribers_that_come_and_go_leave_no_trace(
@@ -111,7 +120,7 @@ def test_messages_of_strays_are_dropped_counted_and_not_decoded(
         [MAGIC + bytes(60)],
     ]
     old_epoch = [[Wire(run_id, 0).pack(Kind.FAILURE, 1, 1, 0) + bomb], [Wire(run_id, 2).pack(Kind.RESULT, 1, 1, 0), b""]]
-    no_rank = [[wire.pack(Kind.RESULT, 1, 1, 2)], [wire.pack(Kind.RESULT, 1, 1, -1), bomb]]
+    no_rank = [[wire.pack(Kind.READY, 0, 0, 2)], [wire.pack(Kind.READY, 0, 0, -1) + bomb]]
     malformed = [
         [wire.pack(Kind.READY, 0, 0, 0) + bomb],
         [wire.pack(Kind.ALIVE, 0, 0, 1)],
@@ -128,7 +137,7 @@ def test_messages_of_strays_are_dropped_counted_and_not_decoded(
             return executor.health().dropped.get(reason, 0)
 
         wait_until(lambda: dropped("malformed") == len(malformed), message=lambda: str(executor.health().dropped))
-        assert dropped("foreign") == len(foreign)
+        assert len(foreign) <= dropped("foreign") <= sum(map(len, foreign))  # further frames may be judged by themselves
         assert dropped("epoch") == len(old_epoch)
         assert dropped("rank") == len(no_rank)
     check_serving(executor)
@@ -142,7 +151,7 @@ def test_a_message_over_the_limit_cuts_the_strays_connection_alone(
     """ZeroMQ refuses it before it allocates."""
     with context.socket(zmq.PUSH) as stray:
         stray.connect(f"ipc://{path_of('replies')}")
-        stray.send(bytes(executor.config.max_message_bytes + 4096), copy=False)
+        stray.send(bytes(executor.config.max_message_bytes + 4096))
         check_serving(executor, steps=200)
     assert executor.health().dropped.get("foreign", 0) == 0
 
