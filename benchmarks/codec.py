@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 pack: Callable[[Any], bytes] = msgpack.Packer().pack
 unpack: Callable[[bytes], Any] = msgpack.unpackb

@@ -14,11 +14,10 @@ from stepcast.bus.frames import Kind
 from stepcast.workers.loading import stop_if_loading_script
 
 from .config import ExecutorConfig
-from .group import Request
 from .health import GroupHealth
 from .processes import MpGroup
 from .state import GroupState
-from .step import Limit, StepFuture
+from .step import Limit, Request, StepFuture
 from .uni import UniGroup
 
 _NOT_CALLABLE = frozenset({"setup", "execute", "teardown", "abort"})

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -31,35 +31,11 @@ from .launch.process import WorkerProcess
 from .pending import PendingTable
 from .pump import Pump
 from .state import GroupState, can_change
-from .step import Limit, Pending, StepFuture
+from .step import Pending, Request, StepFuture
 
 _GATHER = int(Flag.GATHER)
 
 _log = logging.getLogger("stepcast.runtime")
-
-
-class Request(NamedTuple):
-    """A step or a call, encoded.
-
-    Attributes:
-        kind: STEP or CALL.
-        name: what errors call it, before its id.
-        frames: payload and buffers.
-        size: their bytes.
-        gather: whether every rank's answer is wanted.
-        answer_rank: the rank whose answer is wanted otherwise.
-        limit: the embedder's own limit.
-        hard_limit: the limit past which the group ends.
-    """
-
-    kind: Kind
-    name: str
-    frames: Sequence[bytes | memoryview]
-    size: int
-    gather: bool
-    answer_rank: int
-    limit: Limit | None
-    hard_limit: Limit
 
 
 class Group:
@@ -309,7 +285,7 @@ class Group:
         return True
 
     def control(self, kind: Kind, step: int = 0) -> None:
-        """Publish a control message; a rank whose pipe is full, for it has not read for long, keeps it from no other."""
+        """Publish a control message; a rank that has not read for long, so that its pipe is full, holds up no other."""
         if not self.publisher.control(kind, step):
             self.publisher.lose_for_full_pipes()
             self.publisher.control(kind, step)

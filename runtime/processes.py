@@ -15,14 +15,13 @@ from stepcast.bus.errors import Closed, StepcastError
 
 from . import failures
 from .config import ExecutorConfig
-from .group import Request
 from .health import GroupHealth
 from .launch import mp
 from .launch.plan import plan_ranks, rank_environment
 from .launch.process import WorkerProcess
 from .monitor import Monitor
 from .state import GroupState
-from .step import StepFuture
+from .step import Request, StepFuture
 
 _log = logging.getLogger("stepcast.runtime")
 

@@ -6,13 +6,13 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stepcast.bus.errors import StepFailed
-from stepcast.bus.frames import Times, parse_times
+from stepcast.bus.frames import Kind, Times, parse_times
 
 _log = logging.getLogger("stepcast.runtime")
 
@@ -161,6 +161,30 @@ class Limit(NamedTuple):
 
     seconds: float
     knob: str
+
+
+class Request(NamedTuple):
+    """A step or a call, encoded.
+
+    Attributes:
+        kind: STEP or CALL.
+        name: what errors call it, before its id.
+        frames: payload and buffers.
+        size: their bytes.
+        gather: whether every rank's answer is wanted.
+        answer_rank: the rank whose answer is wanted otherwise.
+        limit: the embedder's own limit.
+        hard_limit: the limit past which the group ends.
+    """
+
+    kind: Kind
+    name: str
+    frames: Sequence[bytes | memoryview]
+    size: int
+    gather: bool
+    answer_rank: int
+    limit: Limit | None
+    hard_limit: Limit
 
 
 @dataclass(slots=True)

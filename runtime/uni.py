@@ -24,11 +24,10 @@ from stepcast.workers.loop import WorkerLoop, describe_error
 
 from . import failures
 from .config import ExecutorConfig
-from .group import Request
 from .health import GroupHealth, RankHealth
 from .pending import PendingTable
 from .state import GroupState, can_change
-from .step import Pending, StepFuture
+from .step import Pending, Request, StepFuture
 
 #: Python refuses to wait for longer than some centuries, which a step's own limit may be.
 _LONGEST_WAIT_S = 3600.0

@@ -11,8 +11,8 @@ from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from typing import IO
 
-#: What `WorkerProcess.exit_code` gives where somebody else has reaped the process: the embedder, or the kernel where the
-#: embedder ignores SIGCHLD.
+#: What `WorkerProcess.exit_code` gives where somebody else has reaped the process: the embedder, or the kernel where
+#: the embedder ignores SIGCHLD.
 EXIT_CODE_UNKNOWN = 256
 
 
@@ -116,7 +116,7 @@ class ForkedProcess(WorkerProcess):
         if code is None and self._pidfd is not None and _is_readable(self._pidfd):
             code = self._process.exitcode  # it may have ended in between
             if code is None:  # and always would be
-                self._process._popen.returncode = code = EXIT_CODE_UNKNOWN  # type: ignore[attr-defined]
+                self._process._popen.returncode = code = EXIT_CODE_UNKNOWN  # type: ignore[attr-defined]  # noqa: SLF001
         return code
 
     def wait(self) -> None:

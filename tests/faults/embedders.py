@@ -23,7 +23,7 @@ from stepcast import Closed, Executor, ExecutorConfig, GroupState, WorkerLost
 from stepcast.runtime.launch import mp
 
 sys.path.append(str(Path(__file__).parent))
-import signs  # noqa: E402 - its folder had to be found first
+import signs
 
 Scenario = Callable[[ExecutorConfig, Any], object]
 

@@ -20,7 +20,6 @@ import psutil
 
 from stepcast import ExecutorConfig
 from stepcast.bus.endpoints import sweep
-
 from tests.faults import signs
 from tests.harness import process_has_ended, wait_until
 from tests.leaks import MARK, _marked_processes
@@ -127,7 +126,7 @@ class Stage:
                     os.close(pidfd)
 
     def sweep(self) -> None:
-        """Delete what dead processes have left in the temporary directory: run directories as the next start does it."""
+        """Delete what dead processes have left in the temporary directory: run directories as the next start does."""
         root = Path(os.environ["TMPDIR"])
         sweep(root)
         for path in root.glob("pymp-*"):  # multiprocessing's own

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from stepcast import Executor
-
 from tests.faults.rig import METHODS, TORCH, Embedder, Stage, run_directories, wait_for_none_left
 
 GONE_WITHIN_S = 2.0
@@ -28,8 +27,8 @@ PHASES: dict[str, tuple[str, Any, dict[str, Any], list[str]]] = {
     "step in C": ("step", ["hold_gil"], {}, ["hold_gil-0", "hold_gil-1"]),
     "stopping": ("stop", None, {"at": "stopping"}, ["stopping-0", "stopping-1"]),
 }
-# A fork server's workers are its children, not the driver's: no signal of the kernel's can reach them where they hold the
-# GIL, since the server itself lives as long as they do.
+# A fork server's workers are its children, not the driver's: no signal of the kernel's can reach them where they hold
+# the GIL, since the server itself lives as long as they do.
 NOT_WITH_FORKSERVER = {"spawning", "importing in C", "step in C"}
 PLACES = [
     (method, phase)
@@ -62,7 +61,7 @@ def kill_driver(stage: Stage, settings: dict[str, Any], scenario: str, argument:
 def test_no_worker_outlives_its_driver(
     stage: Stage, measured: Callable[[str, object], None], method: str, phase: str
 ) -> None:
-    """The workers go by themselves, those included that hold the GIL; the next start sweeps the dead run's directory."""
+    """The workers go by themselves, also those that hold the GIL; the next start sweeps the dead run's directory."""
     scenario, argument, plan, notes = PHASES[phase]
     settings = stage.settings(world_size=2, start_method=method, **plan)
 

@@ -183,9 +183,7 @@ def test_shutdown_may_come_twice_and_from_other_threads(stage: Stage, method: st
 @METHOD
 @pytest.mark.parametrize("circumstance", ["idle", "in_a_step", "with_a_thread"])
 @pytest.mark.parametrize("child", ["return", "sys.exit", "os._exit"])
-def test_a_fork_of_the_embedder_ends_without_harm(
-    stage: Stage, method: str, child: str, circumstance: str
-) -> None:
+def test_a_fork_of_the_embedder_ends_without_harm(stage: Stage, method: str, child: str, circumstance: str) -> None:
     """The child exits with code 0, by whatever way; the parent's steps go on, the one under way included."""
     code, output = run(stage, "fork_afterwards", {"child": child, circumstance: True}, start_method=method)
     assert code == 0, output

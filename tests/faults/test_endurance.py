@@ -19,7 +19,6 @@ import pytest
 from zmq.utils import garbage
 
 from stepcast import Executor, ExecutorConfig, StepFuture
-
 from tests.faults.rig import HERE, METHODS, Stage, run_directories
 
 MIB = 1 << 20
@@ -130,7 +129,7 @@ def test_ten_thousand_steps_of_all_sizes_reach_every_rank_once_and_in_order(
 def inventory() -> dict[str, object]:
     gc.collect()
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - the cheap way
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "children": len(psutil.Process().children(recursive=True)),
         "run directories": run_directories(),

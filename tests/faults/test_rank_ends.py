@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from stepcast import Closed, Executor, GroupState, WorkerLost
-
 from tests.faults import signs
 from tests.faults.rig import METHODS, Stage
 from tests.harness import process_has_ended

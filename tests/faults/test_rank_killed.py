@@ -11,7 +11,6 @@ import pytest
 
 from stepcast import Closed, Executor, StartupError, StepcastError, WorkerLost
 from stepcast.runtime.launch import mp
-
 from tests.faults import signs
 from tests.faults.rig import METHODS, TORCH, Stage
 from tests.harness import process_has_ended
@@ -67,7 +66,7 @@ def check_lost(error: BaseException | None, victim: int, pid: int, phase: str) -
 def test_a_rank_killed_while_idle_ends_the_group_unasked(
     stage: Stage, judge_time: JudgeTime, method: str, victim: int
 ) -> None:
-    """`on_failure` is called though no step is under way; the next step is refused with the first error as its cause."""
+    """`on_failure` is called though no step is under way; the next step is refused, with the first error as cause."""
     failed = threading.Event()
     failures: list[StepcastError] = []
     config = stage.config(start_method=method)

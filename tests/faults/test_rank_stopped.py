@@ -10,7 +10,6 @@ import time
 import pytest
 
 from stepcast import Executor, StepTimeout
-
 from tests.faults.rig import METHODS, Stage
 from tests.harness import process_has_ended
 
@@ -56,7 +55,9 @@ def time_out(stage: Stage, executor: Executor, step: object) -> StepTimeout:
     error = caught.value
     assert (error.knob, error.limit_s) == ("step_timeout_s", LIMIT_S)
     assert LIMIT_S <= error.elapsed_s < LIMIT_S + 1.0
-    assert f"no answer from rank 1 (step) after {error.elapsed_s:.3g} s; the limit is step_timeout_s=1.5 s" in str(error)
+    assert f"no answer from rank 1 (step) after {error.elapsed_s:.3g} s; the limit is step_timeout_s=1.5 s" in str(
+        error
+    )
     assert error.phases == {0: "idle", 1: "step", 2: "idle"}
     return error
 
@@ -66,7 +67,7 @@ def time_out(stage: Stage, executor: Executor, step: object) -> StepTimeout:
 def test_a_rank_past_the_step_limit_shows_its_stack_before_it_is_killed(
     stage: Stage, caplog: pytest.LogCaptureFixture, method: str, action: str
 ) -> None:
-    """The error names the limit and every rank's phase; the log has the stuck rank's stack, even where it is in C code."""
+    """The error names the limit and every rank's phase; the log has the stuck rank's stack, even from within C code."""
     with Executor(stage.config(start_method=method, step_timeout_s=LIMIT_S)) as executor:
         time_out(stage, executor, {"1": action})
 

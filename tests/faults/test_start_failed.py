@@ -1,4 +1,4 @@
-"""What can go wrong in the start of a rank: each error names the rank, the cause and what to do, and nothing is left."""
+"""What can go wrong in the start of a rank: each error names the rank, the cause and what to do; nothing is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from stepcast import Executor, StartupError
-
 from tests.faults import signs
 from tests.faults.rig import METHODS, Stage
 
@@ -109,9 +108,7 @@ def test_the_last_lines_of_a_rank_that_dies_shouting_are_in_the_error(stage: Sta
 
 
 @pytest.mark.parametrize("executable", ["/no/such/python", "/", ""])
-def test_an_interpreter_that_cannot_be_started(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, executable: str
-) -> None:
+def test_an_interpreter_that_cannot_be_started(stage: Stage, monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
     """An embedder's own program may stand in `sys.executable`, or nothing: the error says which and what to do."""
     monkeypatch.setattr(sys, "executable", executable)
 

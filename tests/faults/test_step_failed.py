@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from stepcast import Closed, Executor, GroupState, StepFailed
-
 from tests.faults import signs
 from tests.faults.rig import TORCH, Stage
 from tests.harness import process_has_ended, wait_until

@@ -15,7 +15,6 @@ import zmq
 
 from stepcast import Executor
 from stepcast.bus.frames import MAGIC, VERSION, Kind, Wire
-
 from tests.faults.rig import Stage, run_directories
 from tests.harness import wait_until
 
@@ -119,7 +118,10 @@ def test_messages_of_strays_are_dropped_counted_and_not_decoded(
         [wire.pack(Kind.STOP, 2, 0, 0)],  # not a reply
         [MAGIC + bytes(60)],
     ]
-    old_epoch = [[Wire(run_id, 0).pack(Kind.FAILURE, 1, 1, 0) + bomb], [Wire(run_id, 2).pack(Kind.RESULT, 1, 1, 0), b""]]
+    old_epoch = [
+        [Wire(run_id, 0).pack(Kind.FAILURE, 1, 1, 0) + bomb],
+        [Wire(run_id, 2).pack(Kind.RESULT, 1, 1, 0), b""],
+    ]
     no_rank = [[wire.pack(Kind.READY, 0, 0, 2)], [wire.pack(Kind.READY, 0, 0, -1) + bomb]]
     malformed = [
         [wire.pack(Kind.READY, 0, 0, 0) + bomb],
@@ -137,7 +139,9 @@ def test_messages_of_strays_are_dropped_counted_and_not_decoded(
             return executor.health().dropped.get(reason, 0)
 
         wait_until(lambda: dropped("malformed") == len(malformed), message=lambda: str(executor.health().dropped))
-        assert len(foreign) <= dropped("foreign") <= sum(map(len, foreign))  # further frames may be judged by themselves
+        assert (
+            len(foreign) <= dropped("foreign") <= sum(map(len, foreign))
+        )  # further frames may be judged by themselves
         assert dropped("epoch") == len(old_epoch)
         assert dropped("rank") == len(no_rank)
     check_serving(executor)

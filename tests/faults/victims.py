@@ -12,7 +12,7 @@ from typing import Any
 from stepcast import RankInfo, Worker
 
 sys.path.append(str(Path(__file__).parent))  # loaded by its path: its folder is not known yet
-import signs  # noqa: E402
+import signs
 
 signs.reach("importing")
 

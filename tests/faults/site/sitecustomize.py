@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
-import signs  # noqa: E402 - its folder had to be found first
+import signs
 
 sys.path.pop()
 signs.reach("spawning")
