@@ -125,8 +125,8 @@ def fork(
             )
             with _main_module_hidden(), _told(boot.rank, "start fewer ranks, or free memory and processes"):
                 process.start()
-            # Ours to join. multiprocessing would do it at exit, without a limit, and in a fork of this process, where it
-            # can't.
+            # Ours to join. multiprocessing would do it at exit, without a limit, and in a fork of this process, where
+            # it can't.
             multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001
             stdout_write.close()
             stderr_write.close()
