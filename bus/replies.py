@@ -19,8 +19,10 @@ _log = logging.getLogger("stepcast.bus")
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _BUFFERS = int(Flag.BUFFERS)
 _RESULT, _RESULT_OPENING = int(Kind.RESULT), OPENING_OF[Kind.RESULT]
-#: Kind and flags of a RESULT without buffers, as they stand in its header.
-_PLAIN_RESULTS = frozenset(bytes([_RESULT]) + (flags & ~_BUFFERS).to_bytes(2, "little") for flags in range(4))
+#: How the header of a RESULT without buffers begins, as far as its flags.
+_PLAIN_RESULTS = frozenset(
+    _RESULT_OPENING + bytes([_RESULT]) + (flags & ~_BUFFERS).to_bytes(2, "little") for flags in range(4)
+)
 _ANSWER_BYTES = HEADER_BYTES + TIMES_BYTES
 _TIMED = frozenset({int(Kind.RESULT), int(Kind.FAILURE)})
 _PAYLOAD_START = {int(kind): HEADER_BYTES + (TIMES_BYTES if kind in _TIMED else 0) for kind in Kind}
@@ -128,13 +130,14 @@ class ReplyReader:
         if timeout_ms != self._timeout_ms:
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
             self._timeout_ms = timeout_ms
-        receive = self._socket.recv
+        receive, identity = self._socket.recv, self._identity
         heads: list[bytes] = []
         try:
             while True:
                 head = receive()
                 heads.append(head)
-                plain = head[5:8] in _PLAIN_RESULTS
+                # Of this run: after another's frame may come one of the same message, which is judged with it.
+                plain = head[:8] in _PLAIN_RESULTS and head[8:28] == identity
                 if len(heads) >= answers or not plain or len(under_way) != 1:
                     break
         except zmq.Again:

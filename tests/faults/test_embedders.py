@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ import pytest
 from tests.faults.rig import METHODS, Embedder, Stage, run_directories, wait_for_none_left
 
 METHOD = pytest.mark.parametrize("method", METHODS)
+#: With no step under way, and with one that never ends.
+METHOD_AND_STEP = pytest.mark.parametrize(
+    ("method", "argument"), [("spawn", None), ("spawn", ["block"]), ("fork", ["block"]), ("forkserver", ["block"])]
+)
 #: Past STOP, SIGTERM and SIGKILL of `QUICK`, and as long again for a busy machine.
 QUICK = {"stop_timeout_s": 0.5, "terminate_timeout_s": 0.5}
 PROMPTLY_S = 3.0
@@ -35,8 +40,7 @@ def check_nothing_left() -> None:
 # --- Without a shutdown ---------------------------------------------------------------------------------------------
 
 
-@METHOD
-@pytest.mark.parametrize("argument", [None, ["block"]])
+@METHOD_AND_STEP
 def test_an_executor_that_is_dropped_ends_its_group(stage: Stage, method: str, argument: Any) -> None:
     """The program lives on without threads or workers; a step that was under way is closed."""
     code, output = run(stage, "drop", argument, start_method=method, **QUICK)
@@ -44,8 +48,9 @@ def test_an_executor_that_is_dropped_ends_its_group(stage: Stage, method: str, a
     assert output.endswith("threads left: 0\n" if argument is None else "the step: Closed\nthreads left: 0\n")
 
 
-@METHOD
-@pytest.mark.parametrize("argument", [None, ["block"], ["ignore_sigterm"]])
+@pytest.mark.parametrize(
+    ("method", "argument"), [*product(METHODS, [None]), *product(["spawn", "fork"], [["block"], ["ignore_sigterm"]])]
+)
 def test_a_program_that_exits_without_shutdown_ends_its_group(stage: Stage, method: str, argument: Any) -> None:
     """At the interpreter's exit the group is shut down, within its limits."""
     code, output = run(stage, "leave", argument, start_method=method, **QUICK)
@@ -54,16 +59,15 @@ def test_a_program_that_exits_without_shutdown_ends_its_group(stage: Stage, meth
     assert "Traceback" not in output
 
 
-@METHOD
 @pytest.mark.parametrize("argument", ["quick", ["block"]])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_program_exits_though_a_daemon_thread_waits_for_a_step(stage: Stage, method: str, argument: Any) -> None:
     """The thread gets an error, or is frozen with the interpreter; neither keeps the group alive."""
     code, _ = run(stage, "leave_with_a_daemon_thread_in_a_step", argument, start_method=method, **QUICK)
     assert code == 0
 
 
-@METHOD
-@pytest.mark.parametrize("argument", [None, ["block"]])
+@METHOD_AND_STEP
 def test_an_exception_in_the_body_comes_out_of_the_with_block(stage: Stage, method: str, argument: Any) -> None:
     """The body's own error is what the program sees, whatever the group does meanwhile."""
     code, output = run(stage, "raise_in_the_body", argument, start_method=method, **QUICK)
@@ -90,11 +94,13 @@ def interrupt(embedder: Embedder, *, whole_group: bool) -> float:
     return pressed_at
 
 
-WHOLE_GROUP = pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
+#: With "fork" the workers are in the program's process group, and with "spawn" not.
+METHOD_AND_GROUP = pytest.mark.parametrize(
+    ("method", "whole_group"), [*product(METHODS, [True]), ("spawn", False)], ids=str
+)
 
 
-@METHOD
-@WHOLE_GROUP
+@METHOD_AND_GROUP
 def test_ctrl_c_in_a_step_ends_the_program(stage: Stage, method: str, whole_group: bool) -> None:
     """The workers don't see it; the with block ends them within the limits of a shutdown."""
     settings = stage.settings(world_size=2, start_method=method, **QUICK)
@@ -108,8 +114,7 @@ def test_ctrl_c_in_a_step_ends_the_program(stage: Stage, method: str, whole_grou
     assert embedder.output.count("Traceback") == 1
 
 
-@METHOD
-@WHOLE_GROUP
+@METHOD_AND_GROUP
 def test_a_second_ctrl_c_ends_the_patience_of_shutdown(stage: Stage, method: str, whole_group: bool) -> None:
     """The first would wait a minute for workers that take no notice; the second kills them."""
     settings = stage.settings(world_size=2, start_method=method, stop_timeout_s=60.0)
@@ -123,14 +128,13 @@ def test_a_second_ctrl_c_ends_the_patience_of_shutdown(stage: Stage, method: str
     check_nothing_left()
 
 
-@WHOLE_GROUP
 @pytest.mark.parametrize(
-    ("method", "phase"),
+    ("method", "phase", "whole_group"),
     [
-        (method, phase)
-        for method in METHODS
-        for phase in ("spawning", "importing", "loading")
-        if (method, phase) != ("forkserver", "spawning")
+        *product(["spawn", "fork"], ["spawning", "importing", "loading"], [True]),
+        ("spawn", "spawning", False),
+        ("spawn", "loading", False),
+        ("forkserver", "loading", True),
     ],
 )
 def test_ctrl_c_while_the_group_starts_ends_the_program(
@@ -180,9 +184,14 @@ def test_shutdown_may_come_twice_and_from_other_threads(stage: Stage, method: st
 # --- Forks ----------------------------------------------------------------------------------------------------------
 
 
-@METHOD
-@pytest.mark.parametrize("circumstance", ["idle", "in_a_step", "with_a_thread"])
-@pytest.mark.parametrize("child", ["return", "sys.exit", "os._exit"])
+@pytest.mark.parametrize(
+    ("method", "child", "circumstance"),
+    [
+        *product(["spawn"], ["return", "sys.exit", "os._exit"], ["idle", "in_a_step", "with_a_thread"]),
+        *product(["fork"], ["return"], ["idle", "in_a_step", "with_a_thread"]),
+        ("forkserver", "return", "in_a_step"),
+    ],
+)
 def test_a_fork_of_the_embedder_ends_without_harm(stage: Stage, method: str, child: str, circumstance: str) -> None:
     """The child exits with code 0, by whatever way; the parent's steps go on, the one under way included."""
     code, output = run(stage, "fork_afterwards", {"child": child, circumstance: True}, start_method=method)
@@ -193,8 +202,9 @@ def test_a_fork_of_the_embedder_ends_without_harm(stage: Stage, method: str, chi
     assert "Traceback" not in output
 
 
-@METHOD
-@pytest.mark.parametrize("child", ["del", "shutdown", "use", "own"])
+@pytest.mark.parametrize(
+    ("method", "child"), [*product(["spawn", "fork"], ["del", "shutdown", "use", "own"]), ("forkserver", "use")]
+)
 def test_a_fork_can_neither_end_nor_use_its_parents_group(stage: Stage, method: str, child: str) -> None:
     """Sockets can't be shared by a fork: it is refused, at once, and told to start another one."""
     code, output = run(stage, "fork_afterwards", {"child": child}, start_method=method)
@@ -208,9 +218,10 @@ def test_a_fork_can_neither_end_nor_use_its_parents_group(stage: Stage, method: 
 # --- SIGCHLD --------------------------------------------------------------------------------------------------------
 
 
-@METHOD
-@pytest.mark.parametrize("how", ["ignore", "reap"])
-@pytest.mark.parametrize("kill", [False, True], ids=["orderly", "killed"])
+@pytest.mark.parametrize(
+    ("method", "how", "kill"),
+    [*product(["spawn", "fork"], ["ignore", "reap"], [False, True]), ("forkserver", "ignore", True)],
+)
 def test_exit_codes_that_somebody_else_has_taken_are_not_waited_for(
     stage: Stage, measured: Callable[[str, object], None], method: str, how: str, kill: bool
 ) -> None:
@@ -230,8 +241,7 @@ def test_exit_codes_that_somebody_else_has_taken_are_not_waited_for(
 # --- SIGTERM --------------------------------------------------------------------------------------------------------
 
 
-@METHOD
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("method", "number"), [*product(METHODS, [signal.SIGTERM]), ("spawn", signal.SIGHUP)], ids=str)
 def test_a_program_that_a_signal_ends_leaves_no_worker(stage: Stage, method: str, number: signal.Signals) -> None:
     """Without a handler there is no shutdown: the workers go by themselves."""
     settings = stage.settings(world_size=2, start_method=method)
