@@ -81,6 +81,7 @@ class ReplyReader:
         self._socket.bind(_WAKE_ENDPOINT)
         self._socket.bind(endpoint)  # the last one: `endpoint` tells it
         self._timeout_ms = -1
+        self._heads: list[bytes] = []
         self._wake_lock = threading.RLock()  # a signal handler or a finalizer may come in between
         self._wake_socket = context.socket(zmq.PUSH)
         self._wake_socket.setsockopt(zmq.LINGER, 0)
@@ -104,7 +105,7 @@ class ReplyReader:
         """
         while True:
             try:
-                head = self._socket.recv(_NOBLOCK)
+                head = self._heads.pop(0) if self._heads else self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 return None
             reply = self._judge(head)
@@ -131,18 +132,22 @@ class ReplyReader:
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
             self._timeout_ms = timeout_ms
         receive, identity = self._socket.recv, self._identity
-        heads: list[bytes] = []
+        # Not a local list: where a signal handler raises in between, what has come is kept for the next one who reads.
+        heads = self._heads
+        plain = False
         try:
-            while True:
+            while not heads or plain:
                 head = receive()
                 heads.append(head)
                 # Of this run: after another's frame may come one of the same message, which is judged with it.
                 plain = head[:8] in _PLAIN_RESULTS and head[8:28] == identity
-                if len(heads) >= answers or not plain or len(under_way) != 1:
+                if len(heads) >= answers or len(under_way) != 1:
                     break
         except zmq.Again:
             pass
-        return [reply for head in heads if (reply := self._judge(head)) is not None]
+        replies = [reply for head in heads if (reply := self._judge(head)) is not None]
+        self._heads = []
+        return replies
 
     def wake(self) -> None:
         """Have a thread that is blocked in `receive` return. Safe in any thread."""

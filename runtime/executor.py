@@ -224,6 +224,8 @@ def _size(frames: Sequence[bytes | memoryview]) -> int:
 
 
 def _limits(timeout_s: float, setting: Limit) -> tuple[Limit, Limit]:
-    """The embedder's own limit, and the group's, which is never below it."""
+    """The embedder's own limit, and the group's, which always comes after it."""
     own = Limit(timeout_s, "timeout_s")
-    return own, max(own, setting)
+    if timeout_s < setting.seconds:
+        return own, setting
+    return own, Limit(timeout_s + setting.seconds, f"timeout_s + {setting.knob}")

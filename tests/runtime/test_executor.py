@@ -34,6 +34,8 @@ from stepcast import (
     StepTimeout,
     WorkerLost,
 )
+from stepcast.runtime.executor import _limits
+from stepcast.runtime.step import Limit
 from tests.harness import process_has_ended, wait_until
 
 try:
@@ -1057,10 +1059,6 @@ class InterruptedHereError(Exception):
     """Raised by a signal handler, as Ctrl-C raises `KeyboardInterrupt`."""
 
 
-@pytest.mark.xfail(
-    strict=False,  # whether anything is lost is a matter of moments
-    reason="ReplyReader.receive drops the answers that it holds when a signal handler raises",
-)
 @pytest.mark.parametrize("kind", ["step", "result"])
 def test_a_wait_that_is_interrupted_loses_no_answer(gate: Any, kind: str) -> None:
     """The step goes on, and the next one gets its own answer."""
@@ -1085,3 +1083,12 @@ def test_a_wait_that_is_interrupted_loses_no_answer(gate: Any, kind: str) -> Non
                 assert future.result(LIMIT_S) == [None, 1]
     finally:
         signal.signal(signal.SIGUSR2, handler)
+
+
+@pytest.mark.parametrize(("timeout_s", "hard_s"), [(1.0, 3.0), (3.0, 6.0), (5.0, 8.0)])
+def test_the_groups_limit_always_comes_after_the_embedders_own(timeout_s: float, hard_s: float) -> None:
+    """Past its own limit a step fails alone, also where that limit is longer than the group's setting."""
+    own, hard = _limits(timeout_s, Limit(3.0, "step_timeout_s"))
+    assert own == (timeout_s, "timeout_s")
+    assert hard.seconds == hard_s
+    assert hard.knob.endswith("step_timeout_s")
