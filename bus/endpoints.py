@@ -57,11 +57,11 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the directory and all that is in it, and let go of its lock. Safe to call again."""
-        if self._lock_fd < 0:
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if lock_fd < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        os.close(lock_fd)
 
 
 def sweep(root: Path) -> list[Path]:

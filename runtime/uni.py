@@ -80,8 +80,10 @@ class UniGroup:
                 ready = self._changed.wait_for(lambda: self.state is not GroupState.STARTING, limit_s)
             except BaseException:  # Ctrl-C
                 self._fail(Closed("the start was interrupted"))
+                self._directory.remove()
                 raise
             if not ready:
+                self._directory.remove()
                 self._fail(failures.start_timed_out(limit_s, {0: str(self._board.status.phase)}, {}))
         if self.failure is not None:
             raise self.failure
@@ -182,6 +184,7 @@ class UniGroup:
             self._thread.join(0 if kill else self.config.stop_timeout_s)
             if self._thread.is_alive():
                 _log.error("the worker's thread is still in %s; it ends with this process", self._board.status.phase)
+                self._directory.remove()  # which may be before it could
         with self._changed:
             self._pending.fail_all(Closed("the executor was shut down before the step was answered"))
             if can_change(self.state, GroupState.STOPPED):

@@ -123,7 +123,12 @@ def fork(
                 args=(boot, dict(environment), stdout_write, stderr_write, inherited, inherited_class),
                 name=f"stepcast-rank-{boot.rank}",
             )
-            with _main_module_hidden(), _told(boot.rank, "start fewer ranks, or free memory and processes"):
+            interruptible = contextlib.nullcontext() if method == "forkserver" else _ctrl_c_held()
+            with (
+                _main_module_hidden(),
+                _told(boot.rank, "start fewer ranks, or free memory and processes"),
+                interruptible,
+            ):
                 process.start()
             # Ours to join. multiprocessing would do it at exit, without a limit, and in a fork of this process, where
             # it can't.
@@ -186,7 +191,19 @@ def _run_forked(
     # Of the embedder's thread pools, only the thread that has forked is here, which can't join itself at the exit.
     concurrent.futures.thread._threads_queues.clear()  # type: ignore[attr-defined]  # noqa: SLF001
     _restore_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as run_worker does, which may be some way off
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.exit(run_worker(boot, worker))
+
+
+@contextlib.contextmanager
+def _ctrl_c_held() -> Iterator[None]:
+    """Keep a Ctrl-C for later: in what Python runs after a fork, on either side, it would be reported and forgotten."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 @contextlib.contextmanager

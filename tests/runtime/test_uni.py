@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -370,3 +373,20 @@ def test_executors_may_be_built_while_another_imports_its_worker(tmp_path: Path,
         gate.open()
         with building.result(LIMIT_S) as mine:
             assert mine.step(2) == ["mine", 2]
+
+
+def test_a_program_that_is_interrupted_in_a_step_leaves_no_directory() -> None:
+    """The thread can't be ended, and goes with the process; what it would have removed is removed before."""
+    program = """
+import os, signal, threading
+from stepcast import Executor, ExecutorConfig
+config = ExecutorConfig(worker="stepcast.workers.echo:Echo", stop_timeout_s=0.1)
+with Executor(config) as executor:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    executor.call("sleep", 60.0)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+    assert run.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in run.stderr
+    assert not list(Path(os.environ["TMPDIR"]).iterdir())
