@@ -10,9 +10,12 @@ from .leaks import leak_guard, session_guard
 
 __all__ = ["leak_guard", "session_guard"]
 
-# A shell ignores SIGINT in what it starts in the background, and so would every process below: tests send it.
+# What a shell starts in the background ignores SIGINT, under nohup SIGHUP too, and so would every process below: tests
+# send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine slows an example down by more than hypothesis allows for.
 hypothesis.settings.register_profile("stepcast", deadline=None, print_blob=True)
