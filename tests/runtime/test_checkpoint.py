@@ -126,6 +126,7 @@ def test_failed_conversion_tells_why_and_leaves_nothing(package: Path, tmp_path:
 
 def test_conversion_that_takes_too_long_is_ended(package: Path, tmp_path: Path) -> None:
     """Past its limit the converter is ended, and the StartupError names the limit."""
+    pytest.importorskip("transformers")
     with pytest.raises(StartupError, match=r"longer than conversion_timeout_s \(0\.05 s\)"):
         resolve_model(conversion_timeout_s=0.05)
     assert leftovers(tmp_path) == []
@@ -133,6 +134,7 @@ def test_conversion_that_takes_too_long_is_ended(package: Path, tmp_path: Path) 
 
 def test_two_who_need_it_convert_once(package: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that start at once one converts and the other waits for it; a later one finds it done."""
+    pytest.importorskip("transformers")
     conversions = []
 
     def convert(gguf: Path, destination: Path, *limits: Any) -> None:
@@ -154,6 +156,7 @@ def test_two_who_need_it_convert_once(package: Path, model: Path, monkeypatch: p
 
 def test_waiting_for_another_conversion_is_bounded(package: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another process holds the lock past the limit, the StartupError names the lock and the limit."""
+    pytest.importorskip("transformers")
     monkeypatch.setattr(checkpoint, "_run_converter", lambda *_: pytest.fail("converted without the lock"))
     root = checkpoint._cache_root()
     root.mkdir(parents=True)
