@@ -101,12 +101,12 @@ def start_raised(rank: int, phase: str, description: Sequence[str], stderr: str)
     )
 
 
-def not_started(rank: int, problem: OSError, remedy: str) -> StartupError:
+def not_started(rank: int, problem: Exception, remedy: str) -> StartupError:
     """A rank's process can't be started.
 
     Args:
         rank: the rank.
-        problem: what the kernel says.
+        problem: why.
         remedy: what to do.
     """
     return StartupError(

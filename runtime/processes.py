@@ -16,6 +16,7 @@ from stepcast.bus.errors import Closed, StepcastError
 from . import failures
 from .config import ExecutorConfig
 from .health import GroupHealth
+from .interrupts import HeldInterrupts
 from .launch import mp
 from .launch.plan import plan_ranks, rank_environment
 from .launch.process import WorkerProcess
@@ -39,11 +40,18 @@ class MpGroup:
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
         self._pid = os.getpid()
-        self._directory = RunDirectory(config.run_dir)
+        self._forked: list[WorkerProcess] = []
+        self._interrupts = HeldInterrupts()  # until the monitor has everything in hand
         try:
-            self._prepare()
+            self._directory = RunDirectory(config.run_dir)
+            try:
+                self._prepare()
+            except BaseException:
+                mp.discard(self._forked)
+                self._directory.remove()
+                raise
         except BaseException:
-            self._directory.remove()
+            self._interrupts.release()
             raise
 
     def _prepare(self) -> None:
@@ -55,13 +63,12 @@ class MpGroup:
         die_with_driver = config.start_method == "spawn" or (config.start_method == "fork" and in_main_thread)
         boots = plan_ranks(config, self._directory, run_id, 1, die_with_driver=die_with_driver)
         environments = [rank_environment(config, boot) for boot in boots]
-        forked: list[WorkerProcess] = []
         if config.start_method != "spawn":
             # Before this group has a thread or a ZeroMQ context.
-            forked = mp.fork(config.start_method, boots, environments, config.worker)
+            self._forked = mp.fork(config.start_method, boots, environments, config.worker)
 
         def launch() -> list[WorkerProcess]:
-            return forked or mp.spawn_all(boots, environments)
+            return self._forked or mp.spawn_all(boots, environments)
 
         self._monitor = Monitor(config, self._directory, run_id, launch)
         self._group = self._monitor.group
@@ -87,6 +94,7 @@ class MpGroup:
         self._monitor.on_end = lambda: atexit.unregister(self._at_exit)
         try:
             self._monitor.start()
+            self._interrupts.release()
             # The monitor keeps the limits; this one only covers for a monitor that is held up.
             self._monitor.started.wait(self._config.startup_timeout_s + self._ending_limit_s)
         except BaseException:

@@ -45,7 +45,7 @@ def spawn_all(boots: Sequence[BootConfig], environments: Sequence[Mapping[str, s
             with _told(boot.rank, f"sys.executable={sys.executable!r} must be a Python; else use start_method='fork'"):
                 started.append(spawn(boot, environment))
     except BaseException:
-        _discard(started)
+        discard(started)
         raise
     return started
 
@@ -123,12 +123,7 @@ def fork(
                 args=(boot, dict(environment), stdout_write, stderr_write, inherited, inherited_class),
                 name=f"stepcast-rank-{boot.rank}",
             )
-            interruptible = contextlib.nullcontext() if method == "forkserver" else _ctrl_c_held()
-            with (
-                _main_module_hidden(),
-                _told(boot.rank, "start fewer ranks, or free memory and processes"),
-                interruptible,
-            ):
+            with _main_module_hidden(), _told(boot.rank, "start fewer ranks, or free memory and processes"):
                 process.start()
             # Ours to join. multiprocessing would do it at exit, without a limit, and in a fork of this process, where
             # it can't.
@@ -139,7 +134,7 @@ def fork(
             siblings.extend(output.fileno() for output in outputs)
             started.append(ForkedProcess(boot.rank, process, outputs))
     except BaseException:
-        _discard(started)
+        discard(started)
         raise
     return started
 
@@ -148,11 +143,16 @@ def fork(
 def _told(rank: int, remedy: str) -> Iterator[None]:
     try:
         yield
-    except OSError as problem:
+    except (OSError, EOFError) as problem:  # the latter of a fork server that dies
         raise failures.not_started(rank, problem, remedy) from problem
 
 
-def _discard(processes: Sequence[WorkerProcess]) -> None:
+def discard(processes: Sequence[WorkerProcess]) -> None:
+    """Kill processes that no monitor has in hand.
+
+    Args:
+        processes: the processes.
+    """
     for process in processes:
         process.send_signal(signal.SIGKILL)
     for process in processes:
@@ -191,19 +191,7 @@ def _run_forked(
     # Of the embedder's thread pools, only the thread that has forked is here, which can't join itself at the exit.
     concurrent.futures.thread._threads_queues.clear()  # type: ignore[attr-defined]  # noqa: SLF001
     _restore_signals()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as run_worker does, which may be some way off
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.exit(run_worker(boot, worker))
-
-
-@contextlib.contextmanager
-def _ctrl_c_held() -> Iterator[None]:
-    """Keep a Ctrl-C for later: in what Python runs after a fork, on either side, it would be reported and forgotten."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,10 @@ from typing import IO
 #: What `WorkerProcess.exit_code` gives where somebody else has reaped the process: the embedder, or the kernel where
 #: the embedder ignores SIGCHLD.
 EXIT_CODE_UNKNOWN = 256
+#: How long a fork server may take to tell the exit code of a child that has ended.
+_EXIT_CODE_WAIT_S = 0.3
+#: What multiprocessing tells where it could not.
+_EXIT_CODE_MADE_UP = 255
 
 
 class WorkerProcess:
@@ -103,21 +107,30 @@ class ForkedProcess(WorkerProcess):
 
     def __init__(self, rank: int, process: BaseProcess, outputs: tuple[IO[bytes], IO[bytes]]) -> None:
         assert process.pid is not None  # noqa: S101 - it was started
+        # Its own sentinel is a pipe. A fork's own forks inherit the write end, and would hide its death; a fork server
+        # holds those of all its children, and its end would look like theirs.
         self._pidfd: int | None = None
-        if isinstance(process, ForkProcess):
-            # Its sentinel is a pipe, whose write end the rank's own forks inherit: they would hide its death.
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(process.pid)
+        with contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(process.pid)
         super().__init__(rank, process.pid, process.sentinel if self._pidfd is None else self._pidfd, outputs)
         self._process = process
+        self._code: int | None = None
 
     def exit_code(self) -> int | None:
+        if self._code is None and (self._pidfd is None or _is_readable(self._pidfd)):
+            self._code = self._process.exitcode if isinstance(self._process, ForkProcess) else self._told_by_server()
+            if self._code is None and self._pidfd is not None:  # it has ended, and nobody can tell how
+                self._code = EXIT_CODE_UNKNOWN
+                self._process._popen.returncode = self._code  # type: ignore[attr-defined]  # noqa: SLF001
+        return self._code
+
+    def _told_by_server(self) -> int | None:
+        # With the server dead as well, multiprocessing makes a code up.
+        timeout_s = 0.0 if self._pidfd is None else _EXIT_CODE_WAIT_S
+        if not _is_readable(self._process.sentinel, timeout_s):
+            return None
         code = self._process.exitcode
-        if code is None and self._pidfd is not None and _is_readable(self._pidfd):
-            code = self._process.exitcode  # it may have ended in between
-            if code is None:  # and always would be
-                self._process._popen.returncode = code = EXIT_CODE_UNKNOWN  # type: ignore[attr-defined]  # noqa: SLF001
-        return code
+        return EXIT_CODE_UNKNOWN if code == _EXIT_CODE_MADE_UP else code
 
     def wait(self) -> None:
         self._process.join()
@@ -131,7 +144,7 @@ class ForkedProcess(WorkerProcess):
         self._process.close()
 
 
-def _is_readable(descriptor: int) -> bool:
+def _is_readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(timeout_s * 1000))

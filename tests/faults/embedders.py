@@ -107,6 +107,20 @@ def interrupted_start_and_on(config: ExecutorConfig, argument: Any) -> None:
         print("again:", executor.step("again"))
 
 
+def interrupted_fork(config: ExecutorConfig, argument: Any) -> None:
+    """Have a Ctrl-C come in what Python runs after a fork, where it would be forgotten; and start again."""
+    presses = iter([signal.SIGINT])
+    os.register_at_fork(after_in_parent=lambda: [os.kill(os.getpid(), number) for number in presses])
+    try:
+        Executor(config)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print("threads left:", threading.active_count() - 1)
+    print("handler left alone:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    with Executor(config) as executor:
+        print("again:", executor.step("again"))
+
+
 # --- Ends without a shutdown ----------------------------------------------------------------------------------------
 
 
@@ -300,6 +314,7 @@ SCENARIOS: dict[str, Scenario] = {
         fork_afterwards,
         idle,
         ignore_sigchld,
+        interrupted_fork,
         interrupted_start_and_on,
         leave,
         leave_with_a_daemon_thread_in_a_step,

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,8 +126,10 @@ ACTIONS: dict[str, Callable[[dict[str, Any], str, int], Any]] = {
     "block": block,
     "die": _die,
     "exit": lambda *_: sys.exit(3),
+    "exit_0": lambda *_: sys.exit(0),
     "hold_gil": hold_gil,
     "ignore_sigterm": ignore_sigterm,
+    "leave_a_thread": lambda *_: threading.Thread(target=block).start(),
     "os_exit": lambda *_: os._exit(7),
     "raise": _raise,
     "segfault": segfault,

@@ -163,6 +163,12 @@ def test_a_program_that_survives_ctrl_c_can_start_again(stage: Stage, method: st
     assert embedder.output == "processes left: 0\nagain: again\n"
 
 
+def test_a_ctrl_c_in_the_middle_of_a_fork_is_not_forgotten(stage: Stage) -> None:
+    """It comes out when the processes are in good hands, which end them."""
+    code, output = run(stage, "interrupted_fork", start_method="fork")
+    assert (code, output) == (0, "interrupted\nthreads left: 0\nhandler left alone: True\nagain: again\n")
+
+
 # --- Threads --------------------------------------------------------------------------------------------------------
 
 

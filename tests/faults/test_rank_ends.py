@@ -22,6 +22,7 @@ METHOD = pytest.mark.parametrize("method", METHODS)
     ("action", "code", "told"),
     [
         ("exit", 3, "exited with code 3"),
+        ("exit_0", 0, "exited with code 0"),
         ("os_exit", 7, "exited with code 7"),
         ("segfault", -signal.SIGSEGV, "was killed by SIGSEGV"),
     ],
@@ -78,6 +79,23 @@ def test_workers_have_the_grace_to_tear_down(stage: Stage, method: str) -> None:
         assert stage.there(f"stopping-{rank}")
         # multiprocessing ends its forks without running what was registered with atexit.
         assert stage.there(f"atexit-{rank}") == (method == "spawn")
+
+
+@METHOD
+def test_a_thread_that_a_worker_leaves_behind_delays_its_end_no_longer_than_the_limits(
+    stage: Stage, method: str
+) -> None:
+    """An interpreter waits for its threads at exit, for ever."""
+    executor = Executor(stage.config(start_method=method, stop_timeout_s=0.5, terminate_timeout_s=0.5))
+    pids = executor.worker_pids
+    executor.step(["leave_a_thread"], gather=True)
+
+    began = time.monotonic()
+    executor.shutdown()
+
+    assert time.monotonic() - began < 3.0
+    assert all(stage.there(f"stopping-{rank}") for rank in range(3))
+    assert all(map(process_has_ended, pids))
 
 
 def test_a_worker_in_a_long_step_exits_in_good_order_on_sigterm(stage: Stage) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
+import os
 import signal
 import threading
 import time
@@ -9,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from stepcast import Closed, Executor, StartupError, StepcastError, WorkerLost
+from stepcast import Closed, Executor, GroupState, StartupError, StepcastError, WorkerLost
 from stepcast.runtime.launch import mp
 from tests.faults import signs
 from tests.faults.rig import METHODS, TORCH, Stage
-from tests.harness import process_has_ended
+from tests.harness import process_has_ended, wait_until
 
 FIRST, LAST = 0, 2
 BOTH = pytest.mark.parametrize("victim", [FIRST, LAST])
@@ -129,6 +131,101 @@ def test_a_rank_killed_in_a_step_wakes_the_thread_that_waits_for_its_result(
         judge_time(ended_at[0] - killed_at)
 
     check_lost(caught[0], 1, signs.read(stage.directory, "block-1")[0], "step")
+
+
+def test_all_ranks_killed_at_once_are_one_error(stage: Stage, judge_time: JudgeTime) -> None:
+    """Whichever is seen first is named; the others do not come after it."""
+    failures: list[StepcastError] = []
+    with Executor(stage.config(start_method="fork"), on_failure=failures.append) as executor:
+        future = executor.submit(["block"])
+        stage.wait_for("block-0", "block-1", "block-2")
+        killed_at, *_ = [stage.kill(f"block-{rank}") for rank in range(3)]
+        error = future.exception(10)
+        judge_time(time.monotonic() - killed_at)
+
+    assert isinstance(error, WorkerLost)
+    check_lost(error, error.rank, signs.read(stage.directory, f"block-{error.rank}")[0], "step")
+    assert failures == [error]
+
+
+def test_a_rank_killed_behind_a_full_window_frees_the_thread_that_waits_for_room(
+    stage: Stage, judge_time: JudgeTime
+) -> None:
+    """A submission that waits for room that never comes is refused with the death as its cause."""
+    with Executor(stage.config(start_method="fork", max_in_flight=2)) as executor:
+        futures = [executor.submit(["block"]), executor.submit("next")]
+        stage.wait_for("block-0", "block-1", "block-2")
+        refused: list[Closed] = []
+        refused_at: list[float] = []
+
+        def submit() -> None:
+            try:
+                executor.submit("no room")
+            except Closed as error:
+                refused_at.append(time.monotonic())
+                refused.append(error)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        wait_until(executor._group._group.pump._reading.locked, message="the thread that waits for room")
+        killed_at = stage.kill("block-2")
+        thread.join(10)
+        judge_time(refused_at[0] - killed_at)
+        assert refused[0].__cause__ is futures[1].exception(10)
+
+    check_lost(futures[0].exception(0), LAST, signs.read(stage.directory, "block-2")[0], "step")
+
+
+def kill_the_fork_server() -> None:
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: process_has_ended(pid))
+
+
+def test_the_death_of_the_fork_server_is_not_that_of_its_ranks(stage: Stage, judge_time: JudgeTime) -> None:
+    """Its ranks work on, and end as others do, but for their exit codes, which only the server could have told."""
+    with Executor(stage.config(start_method="forkserver")) as executor:
+        pids = executor.worker_pids
+        kill_the_fork_server()
+        for number in range(3):
+            assert executor.step(number, gather=True) == [number] * 3
+        future = executor.submit(["block"])
+        stage.wait_for("block-0", "block-1", "block-2")
+        killed_at = stage.kill("block-1")
+        error = future.exception(10)
+        judge_time(time.monotonic() - killed_at)
+
+    assert isinstance(error, WorkerLost)
+    assert (error.rank, error.pid, error.exit_code, error.phase) == (1, pids[1], None, "step")
+    wait_until(lambda: all(map(process_has_ended, pids)))
+
+
+def test_ranks_whose_fork_server_is_dead_shut_down_in_good_order(stage: Stage) -> None:
+    """Each has said that it is done, and is waited for."""
+    executor = Executor(stage.config(start_method="forkserver"))
+    pids = executor.worker_pids
+    kill_the_fork_server()
+    executor.shutdown()
+    assert all(stage.there(f"stopping-{rank}") for rank in range(3))
+    assert all(map(process_has_ended, pids))
+
+
+def test_the_death_of_one_group_is_no_affair_of_another(stage: Stage) -> None:
+    """Also where the other's workers are forks, which have inherited all that the first had open."""
+    with (
+        Executor(stage.config(world_size=2, start_method="spawn")) as first,
+        Executor(stage.config(world_size=2, start_method="fork")) as second,
+        Executor(stage.config(world_size=2, start_method="fork")) as third,
+    ):
+        for lost in (first, second):
+            future = lost.submit(["block"])
+            stage.wait_for("block-0", "block-1")
+            stage.kill("block-1")
+            assert isinstance(future.exception(10), WorkerLost)
+            wait_until(lambda lost=lost: all(map(process_has_ended, lost.worker_pids)))
+            stage.forget()
+        assert [third.step(number, gather=True) for number in range(3)] == [[number] * 2 for number in range(3)]
+        assert third.state is GroupState.READY
 
 
 @pytest.mark.slow

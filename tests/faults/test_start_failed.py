@@ -120,21 +120,27 @@ def test_an_interpreter_that_cannot_be_started(stage: Stage, monkeypatch: pytest
     assert "start_method='fork'" in str(error)
 
 
-def test_a_fork_that_the_kernel_refuses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of processes the error names the rank, and the ranks before it are gone."""
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [("fork", "[Errno 11] Resource temporarily unavailable"), ("forkserver", "unexpected EOF")],
+)
+def test_a_fork_that_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch, method: str, problem: Exception) -> None:
+    """At the limit of processes, or by a fork server that dies, the error names the rank; those before it are gone."""
     start = BaseProcess.start
 
     def start_the_first(process: BaseProcess) -> None:
         if process.name.endswith("1"):
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            if method == "fork":
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            raise EOFError("unexpected EOF")
         start(process)
 
     monkeypatch.setattr(BaseProcess, "start", start_the_first)
 
-    error = fail_to_start(stage, at="importing", start_method="fork")
+    error = fail_to_start(stage, at="importing", start_method=method)
 
     assert error.ranks == (1,)
-    assert "rank 1: [Errno 11] Resource temporarily unavailable: start fewer ranks" in str(error)
+    assert f"rank 1: {problem}: start fewer ranks" in str(error)
 
 
 def test_an_interpreter_that_is_none(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
