@@ -25,6 +25,7 @@ from stepcast.workers.loop import WorkerLoop, describe_error
 from . import failures
 from .config import ExecutorConfig
 from .health import GroupHealth, RankHealth
+from .interrupts import HeldInterrupts
 from .pending import PendingTable
 from .state import GroupState, can_change
 from .step import Pending, Request, StepFuture
@@ -61,12 +62,17 @@ class UniGroup:
         self._changed = threading.Condition()
         self._pending = PendingTable(1, config.failure_grace_s)
         self._board = Board()
-        self._directory = RunDirectory(config.run_dir)
         self._stream: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sequence = 0
         self._in_flight: dict[int, int] = {}
         self._thread = threading.Thread(target=self._live, name="stepcast-uni", daemon=True)
         self._timer = threading.Thread(target=self._watch_limits, name="stepcast-uni-limits", daemon=True)
+        self._interrupts = HeldInterrupts()  # until `start` sees to the directory's removal
+        try:
+            self._directory = RunDirectory(config.run_dir)
+        except BaseException:
+            self._interrupts.release()
+            raise
 
     # What the executor uses; as in `Group` and `Monitor`.
 
@@ -74,13 +80,15 @@ class UniGroup:
         """Set the worker up in its thread, and wait until it is ready."""
         with self._changed:
             self._change(GroupState.STARTING)
-            self._thread.start()
             limit_s = self.config.startup_timeout_s
             try:
+                self._thread.start()
+                self._interrupts.release()
                 ready = self._changed.wait_for(lambda: self.state is not GroupState.STARTING, limit_s)
             except BaseException:  # Ctrl-C
                 self._fail(Closed("the start was interrupted"))
                 self._directory.remove()
+                self._interrupts.release()
                 raise
             if not ready:
                 self._directory.remove()

@@ -31,6 +31,7 @@ from stepcast import (
     StepTimeout,
     Worker,
 )
+from stepcast.bus.endpoints import RunDirectory
 from tests.harness import wait_until
 
 WORKERS = Path(__file__).with_name("workers_for_tests.py")
@@ -389,4 +390,20 @@ with Executor(config) as executor:
 
     assert run.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in run.stderr
+    assert not list(Path(os.environ["TMPDIR"]).iterdir())
+
+
+def test_a_ctrl_c_while_the_directory_is_made_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held until somebody would remove the directory, and comes then."""
+
+    def interrupted(root: str | None) -> RunDirectory:
+        directory = RunDirectory(root)
+        signal.raise_signal(signal.SIGINT)
+        return directory
+
+    monkeypatch.setattr("stepcast.runtime.uni.RunDirectory", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Executor(config())
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(Path(os.environ["TMPDIR"]).iterdir())
