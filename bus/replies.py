@@ -11,12 +11,13 @@ from typing import NamedTuple
 import zmq
 
 from .frames import GROUPED, HEADER_BYTES, OPENING_OF, TIMES_BYTES, BadFrame, Flag, Header, Kind, Wire, new_tuple
-from .sockets import HEAD_ROOM_BYTES, plain_send, receive_buffers
+from .sockets import HEAD_ROOM_BYTES, receive_buffers
+from .zmtp import ZmtpSocket
 
 _WAKE_ENDPOINT = "inproc://wake"
 
 _log = logging.getLogger("stepcast.bus")
-_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_NOBLOCK = int(zmq.NOBLOCK)
 _BUFFERS = int(Flag.BUFFERS)
 _RESULT, _RESULT_OPENING = int(Kind.RESULT), OPENING_OF[Kind.RESULT]
 #: How the header of a RESULT without buffers begins, as far as its flags.
@@ -209,33 +210,24 @@ class ReplySender:
     """A worker's PUSH socket. Each of its threads has its own.
 
     Args:
-        context: the worker's ZeroMQ context.
         endpoint: the driver's PULL endpoint.
         run_id: 16 bytes.
         epoch: the life of the group.
         rank: this rank.
         timeout_s: the longest that a send may wait for the driver to read, in seconds.
-        linger_s: the longest that closing waits for what was sent to leave, in seconds.
+        reconnect_timeout_s: how long a send tries to restore a connection that has ended; zero for one attempt.
+
+    Raises:
+        OSError: the driver is not there.
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        *,
-        run_id: bytes,
-        epoch: int,
-        rank: int,
-        timeout_s: float,
-        linger_s: float,
+        self, endpoint: str, *, run_id: bytes, epoch: int, rank: int, timeout_s: float, reconnect_timeout_s: float
     ) -> None:
         self._wire = Wire(run_id, epoch)
         self._rank = rank
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
-        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
-        self._socket.connect(endpoint)
-        self._send = plain_send(self._socket)
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._socket = ZmtpSocket(endpoint, "PUSH", send_timeout_s=timeout_s)
 
     def send(
         self,
@@ -252,28 +244,27 @@ class ReplySender:
             kind: a reply `Kind`.
             sequence: the sequence number answered, where there is one.
             step: the step's id, where there is one.
-            frames: payload and buffers.
+            frames: payload and buffers; they may change once this returns.
             flags: `Flag` values.
             times: given with RESULT and FAILURE, as in `Times`.
 
         Raises:
-            zmq.Again: the driver has not read for the time limit.
+            TimeoutError: the driver has not read for the time limit.
+            OSError: the connection has ended, and could not be restored.
         """
-        last = len(frames) - 1
-        if last > 0:
+        if len(frames) > 1:
             flags |= _BUFFERS
         if times is None:
             head = self._wire.pack(kind, sequence, step, self._rank, flags)
         else:
             head = self._wire.pack_timed(kind, sequence, step, self._rank, flags, times)
-        if frames:
-            head = b"".join((head, frames[0]))
-        send = self._send
-        send(head, _SNDMORE if last > 0 else 0)
-        for index in range(1, last + 1):
-            # Copied: the worker may write to its buffers in the next step, before this one's have left.
-            send(frames[index], 0 if index == last else _SNDMORE)
+        message = (b"".join((head, frames[0])), *frames[1:]) if frames else (head,)
+        try:
+            self._socket.send(message)
+        except ConnectionError:
+            self._socket.reconnect(self._reconnect_timeout_s)
+            self._socket.send(message)
 
     def close(self) -> None:
-        """Close the socket; what was sent is given `linger_s` to leave."""
+        """Close the socket. What was sent still arrives."""
         self._socket.close()

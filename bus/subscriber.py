@@ -6,8 +6,6 @@ import logging
 import time
 from typing import NamedTuple
 
-import zmq
-
 from .frames import (
     CONTROL_CLASS,
     GROUPED,
@@ -22,7 +20,8 @@ from .frames import (
     Wire,
     new_tuple,
 )
-from .sockets import HEAD_ROOM_BYTES, receive_buffers
+from .sockets import HEAD_ROOM_BYTES
+from .zmtp import RECONNECT_TIMEOUT_S, ZmtpSocket
 
 _BUFFERS = int(Flag.BUFFERS)
 _STEP_OPENING = OPENING_OF[Kind.STEP]
@@ -63,7 +62,6 @@ class _Subscriber:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         *,
         message_class: bytes,
@@ -74,14 +72,11 @@ class _Subscriber:
         self._wire = Wire(run_id, epoch)
         self._identity = self._wire.identity
         self.foreign = 0
-        self.socket = context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # the driver's windows bound what can be queued
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + HEAD_ROOM_BYTES)
-        self.socket.connect(endpoint)
+        # What can be queued here is bounded by the driver's windows.
+        self.socket = ZmtpSocket(endpoint, "SUB", max_frame_bytes=max_message_bytes + HEAD_ROOM_BYTES)
         # PROBE is subscribed to last: subscriptions travel in order, so a PROBE that arrives proves the other one.
-        self.socket.setsockopt(zmq.SUBSCRIBE, message_class)
-        self.socket.setsockopt(zmq.SUBSCRIBE, PROBE_CLASS)
+        self.socket.subscribe(message_class)
+        self.socket.subscribe(PROBE_CLASS)
 
     def wait_for_probe(self, timeout_s: float) -> bool:
         """Wait for the driver's PROBE, past all else that comes, then unsubscribe from it.
@@ -93,7 +88,7 @@ class _Subscriber:
             Whether it came.
         """
         deadline = time.monotonic() + timeout_s
-        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        while self.socket.poll(max(0.0, deadline - time.monotonic())):
             message = self.receive()
             if message is not None and message.header.kind == Kind.PROBE:
                 self.probed()
@@ -102,28 +97,31 @@ class _Subscriber:
 
     def probed(self) -> None:
         """Unsubscribe from PROBE: it has come."""
-        self.socket.setsockopt(zmq.UNSUBSCRIBE, PROBE_CLASS)
+        self.socket.unsubscribe(PROBE_CLASS)
 
     def receive(self) -> Message | None:
         """Block until a message comes, and judge it.
 
         Returns:
             The message; None where it was not one of this run and epoch: counted, logged once, dropped undecoded.
+
+        Raises:
+            ConnectionError: the connection to the driver has ended.
         """
         return self._judge(self.socket.recv())
 
-    def _judge(self, head: bytes) -> Message | None:
+    def _judge(self, head: bytes | bytearray) -> Message | None:
         try:
             header = self._wire.parse(head)
         except BadFrame as problem:
-            receive_buffers(self.socket)
+            self.socket.recv_rest()
             if not self.foreign:
                 _log.warning("dropped a message from the driver's endpoint: %s (later ones are only counted)", problem)
             self.foreign += 1
             return None
         frames: list[bytes | memoryview] = [memoryview(head)[HEADER_BYTES:]]
         if header.flags & _BUFFERS:
-            frames += receive_buffers(self.socket)
+            frames += self.socket.recv_rest()
         return new_tuple(Message, (header, frames))
 
     def close(self) -> None:
@@ -135,7 +133,6 @@ class StepSubscriber(_Subscriber):
     """The loop thread's socket: the step stream, in order and without gaps.
 
     Args:
-        context: the worker's ZeroMQ context.
         endpoint: the driver's PUB endpoint.
         run_id: 16 bytes.
         epoch: the life of the group.
@@ -148,7 +145,6 @@ class StepSubscriber(_Subscriber):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         *,
         run_id: bytes,
@@ -156,7 +152,6 @@ class StepSubscriber(_Subscriber):
         max_message_bytes: int,
     ) -> None:
         super().__init__(
-            context,
             endpoint,
             message_class=STEP_CLASS,
             run_id=run_id,
@@ -172,8 +167,20 @@ class StepSubscriber(_Subscriber):
         Returns:
             The next message of the stream; a `Gap` where messages before it are missing, which must be asked for and
             will come again, this one included; None where what came was dropped.
+
+        Raises:
+            OSError: the connection to the driver has ended, and did not come back within `RECONNECT_TIMEOUT_S`.
+            ProtocolError: the driver sends what is over the limit.
         """
-        head = self.socket.recv()
+        try:
+            return self._take(self.socket.recv())
+        except ConnectionError:
+            # What was on its way is lost, and shows as a gap once the connection is back.
+            _log.warning("the connection to the driver has ended; trying for %g s to restore it", RECONNECT_TIMEOUT_S)
+            self.socket.reconnect(RECONNECT_TIMEOUT_S)
+            return None
+
+    def _take(self, head: bytes | bytearray) -> Message | Gap | None:
         # The message that is due, judged here: the way of every step, with few calls. All else goes the long way.
         if len(head) >= HEADER_BYTES:
             opening, kind, flags, identity, sequence, step, rank = GROUPED.unpack_from(head)
@@ -183,10 +190,10 @@ class StepSubscriber(_Subscriber):
                 and opening == _STEP_OPENING
                 and OPENING_OF.get(kind) == opening
             ):
-                self.sequence = sequence
                 frames: list[bytes | memoryview] = [memoryview(head)[HEADER_BYTES:]]
                 if flags & _BUFFERS:
-                    frames += receive_buffers(self.socket)
+                    frames += self.socket.recv_rest()
+                self.sequence = sequence
                 return new_tuple(Message, (new_tuple(Header, (kind, flags, sequence, step, rank)), frames))
         message = self._judge(head)
         if message is None or message.header.kind == Kind.PROBE:
@@ -205,14 +212,11 @@ class ControlSubscriber(_Subscriber):
     """The responder thread's socket: PROBE, HEARTBEAT, ABORT, DUMP and STOP-NOW.
 
     Args:
-        context: the worker's ZeroMQ context.
         endpoint: the driver's PUB endpoint.
         run_id: 16 bytes.
         epoch: the life of the group.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, run_id: bytes, epoch: int) -> None:
+    def __init__(self, endpoint: str, *, run_id: bytes, epoch: int) -> None:
         # Control messages are a header and nothing else.
-        super().__init__(
-            context, endpoint, message_class=CONTROL_CLASS, run_id=run_id, epoch=epoch, max_message_bytes=1024
-        )
+        super().__init__(endpoint, message_class=CONTROL_CLASS, run_id=run_id, epoch=epoch, max_message_bytes=1024)

@@ -61,7 +61,7 @@ class ExecutorConfig:
         terminate_timeout_s: after SIGTERM, how long they have; past it they get SIGKILL.
         kill_timeout_s: after SIGKILL, how long to wait for the kernel to end them.
         dump_timeout_s: how long to wait for stack dumps before a stuck group is ended.
-        linger_s: how long the last replies of a worker may take to leave when it exits.
+        linger_s: how long a worker's threads, and then its last output, may take to end when it exits.
         process_group_timeout_s: the limit of each collective in a worker's torch.distributed process group.
         run_dir: the directory that holds the run's private directory; None for the platform's temporary directory.
         log_format: "console" or "json": how lines are written where stepcast itself sets logging up (its command line).

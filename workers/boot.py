@@ -11,13 +11,13 @@ from types import FrameType
 from typing import NoReturn
 
 import msgpack
-import zmq
 
 from stepcast.bus import codec
 from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
 
 from .base import RankInfo, Worker
 from .board import Board
@@ -69,7 +69,14 @@ def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> in
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     board = Board()
     configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
-    return _Rank(boot, board, watch, worker_class).run()
+    try:
+        rank = _Rank(boot, board, watch, worker_class)
+    except OSError as error:
+        if watch.is_dead():
+            return EXIT_DRIVER_GONE
+        _log.error("rank %d can't reach the driver at %s: %s", boot.rank, boot.publish_endpoint, error)
+        return EXIT_FAILED
+    return rank.run()
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
@@ -83,17 +90,13 @@ class _Rank:
         self._boot = boot
         self._board = board
         self._worker_class = worker_class
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._steps = StepSubscriber(
-            self._context,
-            boot.publish_endpoint,
-            run_id=boot.run_id,
-            epoch=boot.epoch,
-            max_message_bytes=boot.max_message_bytes,
+            boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch, max_message_bytes=boot.max_message_bytes
         )
-        self._replies = self._reply_sender()
-        control = ControlSubscriber(self._context, boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch)
-        self._responder = Responder(control, self._reply_sender(), board, watch)
+        self._replies = self._reply_sender(RECONNECT_TIMEOUT_S)
+        control = ControlSubscriber(boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch)
+        # The responder watches the driver's life, and never waits for a connection.
+        self._responder = Responder(control, self._reply_sender(0.0), board, watch)
 
     def run(self) -> int:
         self._responder.start()
@@ -103,7 +106,6 @@ class _Rank:
             self._steps.close()
             self._replies.close()
             self._responder.stop(self._boot.linger_s)
-            self._context.term()  # waits for the last replies to leave, no longer than their linger
 
     def _live(self) -> int:
         boot = self._boot
@@ -161,14 +163,13 @@ class _Rank:
         payload: bytes = msgpack.packb([phase, 0.0])
         self._replies.send(Kind.READY, frames=(payload,))
 
-    def _reply_sender(self) -> ReplySender:
+    def _reply_sender(self, reconnect_timeout_s: float) -> ReplySender:
         boot = self._boot
         return ReplySender(
-            self._context,
             boot.reply_endpoint,
             run_id=boot.run_id,
             epoch=boot.epoch,
             rank=boot.rank,
             timeout_s=boot.reply_timeout_s,
-            linger_s=boot.linger_s,
+            reconnect_timeout_s=reconnect_timeout_s,
         )

@@ -27,7 +27,7 @@ class BootConfig:
         die_with_driver: whether the kernel may be asked to kill this process when the thread that started it ends.
         startup_timeout_s: the longest to wait for the driver's handshake.
         reply_timeout_s: the longest that a reply may wait for the driver to read it.
-        linger_s: the longest that the last replies may take to leave at exit.
+        linger_s: the longest that the responder thread may take to end at exit.
         log_level: the level of the worker's own logging, as a name.
         arguments: the driver's `sys.argv`: a script that is loaded for its worker class may read them.
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 import time
 
 import msgpack
-import zmq
 
 from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase, TailGap
@@ -26,6 +26,8 @@ EXIT_RESPONDER_FAILED = 83
 
 #: How often the driver's pid is looked up where the kernel has no pidfd.
 _WATCH_INTERVAL_S = 0.5
+#: How often a connection that has ended is tried again.
+_RECONNECT_INTERVAL_S = 0.05
 #: The signal that dumps every thread's stack to stderr, by faulthandler, without the GIL.
 DUMP_SIGNAL = signal.SIGUSR1
 
@@ -53,25 +55,10 @@ class Responder(threading.Thread):
 
     def run(self) -> None:
         """Answer until `stop` is called, the driver dies, or it says STOP-NOW."""
-        poller = zmq.Poller()
-        poller.register(self._control.socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        if self._watch.fd is not None:
-            poller.register(self._watch.fd, zmq.POLLIN)
-        timeout_ms = None if self._watch.fd is not None else int(_WATCH_INTERVAL_S * 1000)
         try:
             if self._watch.is_dead():  # it died, and its id may belong to another process by now
                 os._exit(EXIT_DRIVER_GONE)
-            while True:
-                ready = dict(poller.poll(timeout_ms))
-                if self._wake in ready:
-                    break
-                if self._control.socket in ready:
-                    self._answer()
-                elif self._watch.is_dead():
-                    # The loop thread may be in a collective or in user code that never returns: nothing is left to
-                    # finish for, so the process ends here and now.
-                    os._exit(EXIT_DRIVER_GONE)
+            self._run()
         except BaseException:  # noqa: BLE001 - a rank without its responder would look alive
             _log.exception("the responder thread failed; this rank ends")
             os._exit(EXIT_RESPONDER_FAILED)
@@ -89,6 +76,50 @@ class Responder(threading.Thread):
         os.eventfd_write(self._wake, 1)
         self.join(timeout_s)
         os.close(self._wake)
+
+    def _run(self) -> None:
+        connected = True
+        while True:
+            ready = self._wait(connected)
+            if self._wake in ready:
+                return
+            if not connected:
+                connected = self._reconnect()
+            elif self._control.socket.fileno() in ready:
+                connected = self._answer_all()
+            if self._watch.is_dead():
+                # The loop thread may be in a collective or in user code that never returns: nothing is left to
+                # finish for, so the process ends here and now.
+                os._exit(EXIT_DRIVER_GONE)
+
+    def _wait(self, connected: bool) -> set[int]:  # noqa: FBT001 - private, and there is only this one
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        timeout_s = None if self._watch.fd is not None else _WATCH_INTERVAL_S
+        if self._watch.fd is not None:
+            poller.register(self._watch.fd, select.POLLIN)
+        if connected:
+            poller.register(self._control.socket, select.POLLIN)
+        else:
+            timeout_s = _RECONNECT_INTERVAL_S
+        return {fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)}
+
+    def _reconnect(self) -> bool:
+        try:
+            self._control.socket.reconnect(0.0)
+        except OSError:
+            return False
+        return True
+
+    def _answer_all(self) -> bool:
+        """Answer what has come. Returns False where the connection has ended: a link was cut, or the driver died."""
+        try:
+            self._answer()
+            while self._control.socket.has_unread:
+                self._answer()
+        except (ConnectionError, FileNotFoundError):
+            return False
+        return True
 
     def _answer(self) -> None:
         message = self._control.receive()

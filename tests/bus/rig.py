@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.bus.frames import Kind, Wire
+from stepcast.bus.frames import STEP_CLASS, Kind, Wire
 from stepcast.bus.publisher import Publisher
 from stepcast.bus.replies import Reply, ReplyReader, ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, Gap, Message, StepSubscriber
@@ -64,7 +65,6 @@ class Rig:
         """Connect a rank's step socket."""
         return self._keep(
             StepSubscriber(
-                self.context,
                 endpoint or self.directory.endpoint("publish"),
                 run_id=RUN_ID,
                 epoch=EPOCH,
@@ -75,7 +75,7 @@ class Rig:
     def control(self, endpoint: str | None = None) -> ControlSubscriber:
         """Connect a rank's control socket."""
         endpoint = endpoint or self.directory.endpoint("publish")
-        return self._keep(ControlSubscriber(self.context, endpoint, run_id=RUN_ID, epoch=EPOCH))
+        return self._keep(ControlSubscriber(endpoint, run_id=RUN_ID, epoch=EPOCH))
 
     def reader(self, *, world_size: int = 2, max_message_bytes: int = 1 << 26) -> ReplyReader:
         """Bind a driver's reply socket."""
@@ -90,17 +90,23 @@ class Rig:
             )
         )
 
-    def sender(self, rank: int = 0, *, timeout_s: float = LIMIT_S, linger_s: float = 0.0) -> ReplySender:
+    def sender(
+        self,
+        rank: int = 0,
+        *,
+        endpoint: str | None = None,
+        timeout_s: float = LIMIT_S,
+        reconnect_timeout_s: float = LIMIT_S,
+    ) -> ReplySender:
         """Connect a rank's reply socket."""
         return self._keep(
             ReplySender(
-                self.context,
-                self.directory.endpoint("replies"),
+                endpoint or self.directory.endpoint("replies"),
                 run_id=RUN_ID,
                 epoch=EPOCH,
                 rank=rank,
                 timeout_s=timeout_s,
-                linger_s=linger_s,
+                reconnect_timeout_s=reconnect_timeout_s,
             )
         )
 
@@ -111,10 +117,10 @@ class Rig:
             socket.setsockopt(option, LIMIT_MS)
         return socket
 
-    def link(self, name: str) -> Link:
-        """Make a link to the publisher."""
+    def link(self, name: str, *, to: str = "publish") -> Link:
+        """Make a link to the publisher, or to another socket."""
         path = self.directory.path
-        return self._keep(Link(path / name, path / "publish"))
+        return self._keep(Link(path / name, path / to))
 
     def close(self) -> None:
         """Close all that was made."""
@@ -127,11 +133,11 @@ class Rig:
 
 
 class Link:
-    """A unix socket between a subscriber and a publisher.
+    """A unix socket between a rank's socket and a driver's.
 
     Args:
-        path: where the subscriber connects.
-        target: where the publisher is bound.
+        path: where the rank connects.
+        target: where the driver is bound.
     """
 
     def __init__(self, path: Path, target: Path) -> None:
@@ -246,18 +252,16 @@ def greet(publisher: Publisher, *subscribers: StepSubscriber | ControlSubscriber
     wait_until(all_greeted, LIMIT_S, lambda: f"PROBE to reach {len(waiting)} subscribers")
 
 
-def wait_for_subscription(publisher: Publisher, message_class: bytes, subscriber: StepSubscriber | None = None) -> None:
-    """Wait until a subscription to a class has come, and forget what came before it.
+def reconnected(publisher: Publisher, subscriber: StepSubscriber) -> None:
+    """Have a subscriber find out that its connection has ended, and wait until it has subscribed again."""
+    assert take(subscriber) is None
+    wait_for_subscription(publisher, STEP_CLASS)
 
-    Args:
-        publisher: where it comes.
-        message_class: the class.
-        subscriber: one that connects again: it subscribes again in its own thread, once that asks for a message.
-    """
+
+def wait_for_subscription(publisher: Publisher, message_class: bytes) -> None:
+    """Wait until a subscription to a class has come, and forget what came before it."""
 
     def has_come() -> bool:
-        if subscriber is not None:
-            subscriber.socket.poll(0)
         while publisher._socket.poll(0):
             if publisher._socket.recv() == b"\1" + message_class:
                 return True
@@ -268,7 +272,7 @@ def wait_for_subscription(publisher: Publisher, message_class: bytes, subscriber
 
 def take(subscriber: StepSubscriber) -> Message | Gap | None:
     """Take what comes next, which must come soon."""
-    assert subscriber.socket.poll(LIMIT_MS), "nothing came"
+    assert subscriber.socket.poll(LIMIT_S), "nothing came"
     return subscriber.next()
 
 
@@ -299,7 +303,7 @@ def heartbeat(publisher: Publisher, control: ControlSubscriber) -> int:
     """Publish a heartbeat, and return the sequence number that the rank receives with it."""
     assert publisher.control(Kind.HEARTBEAT)
     while True:
-        assert control.socket.poll(LIMIT_MS), "nothing came"
+        assert control.socket.poll(LIMIT_S), "nothing came"
         message = control.receive()
         if message is not None and message.header.kind == Kind.HEARTBEAT:
             return message.header.sequence
@@ -308,7 +312,7 @@ def heartbeat(publisher: Publisher, control: ControlSubscriber) -> int:
 def take_control(subscriber: ControlSubscriber) -> int:
     """Take the next control message past any PROBE, and return its kind."""
     while True:
-        assert subscriber.socket.poll(LIMIT_MS), "nothing came"
+        assert subscriber.socket.poll(LIMIT_S), "nothing came"
         message = subscriber.receive()
         if message is not None and message.header.kind != Kind.PROBE:
             return message.header.kind
@@ -316,13 +320,24 @@ def take_control(subscriber: ControlSubscriber) -> int:
 
 def lose(subscriber: StepSubscriber) -> bytes:
     """Receive a message past the subscriber, which thereby never sees it; return its head."""
-    assert subscriber.socket.poll(LIMIT_MS), "nothing came"
-    return subscriber.socket.recv_multipart()[0]
+    assert subscriber.socket.poll(LIMIT_S), "nothing came"
+    head = subscriber.socket.recv()
+    subscriber.socket.recv_rest()
+    return bytes(head)
 
 
 def read(reader: ReplyReader) -> Reply:
     """Read the next reply, which must come soon."""
     return wait_until(reader.read, LIMIT_S, "a reply")
+
+
+@contextlib.contextmanager
+def meanwhile(work: Callable[[], Made]) -> Iterator[Future[Made]]:
+    """Run something in another thread during the block, as a rank reads while the driver publishes; it must end."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        yield running
+        running.result(LIMIT_S)
 
 
 def publish(publisher: Publisher, *frames: bytes | memoryview, kind: int = Kind.STEP, step: int = 1) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import zmq
 
 from stepcast.bus.frames import CONTROL_CLASS, PROBE_CLASS, STEP_CLASS, Flag, Kind, Wire
@@ -74,14 +75,10 @@ def test_the_first_step_after_the_handshake_is_always_delivered(rig: Rig) -> Non
         publisher.close()
 
 
-def test_a_rank_that_connects_before_the_driver_is_bound_is_greeted_too(rig: Rig) -> None:
-    """Which of the two is first does not matter."""
-    rank = rig.steps()
-    assert not rank.wait_for_probe(0)
-    publisher = rig.publisher()
-    greet(publisher, rank)
-    publish(publisher)
-    assert take_sequences(rank, 1) == [1]
+def test_a_rank_finds_no_driver_where_none_is_bound(rig: Rig) -> None:
+    """The driver binds before it starts its ranks: one that finds nobody says so at once."""
+    with pytest.raises(FileNotFoundError):
+        rig.steps()
 
 
 def test_a_rank_that_comes_later_is_greeted_while_others_run(rig: Rig) -> None:
@@ -156,8 +153,9 @@ def test_a_probe_is_never_taken_for_the_step_it_tells_of(rig: Rig) -> None:
     assert rank.sequence == 0
 
 
-def test_without_a_driver_the_wait_ends_at_its_limit(rig: Rig) -> None:
-    """A rank whose driver never comes says so after the limit, not before."""
+def test_without_a_probe_the_wait_ends_at_its_limit(rig: Rig) -> None:
+    """A rank whose driver never greets it says so after the limit, not before."""
+    rig.publisher()
     started = time.monotonic()
     assert not rig.steps().wait_for_probe(0.2)
     assert 0.15 < time.monotonic() - started < LIMIT_S

@@ -20,6 +20,7 @@ from tests.bus.rig import (
     Rig,
     greet,
     lose,
+    meanwhile,
     publish,
     take,
     take_control,
@@ -289,13 +290,13 @@ def test_a_full_pipe_refuses_a_message_whole(rig: Rig) -> None:
     assert (publisher.sequence, publisher.in_flight, publisher.in_flight_bytes) == before
 
     stuck.close()
-    wait_until(lambda: publish(publisher, b"retried", b"with", b"success") is not None, LIMIT_S)
+    with meanwhile(lambda: [take_message(rank) for _ in range(count + 1)]) as taking:
+        wait_until(lambda: publish(publisher, b"retried", b"with", b"success") is not None, LIMIT_S)
     assert publisher.sequence == count + 1
-    for sequence in range(1, count + 1):
-        message = take_message(rank)
-        assert message.header.sequence == sequence
-        assert [len(frame) for frame in message.frames] == [7, 100_000, 4]
-    assert [bytes(frame) for frame in take_message(rank).frames] == [b"retried", b"with", b"success"]
+    *messages, last = taking.result()
+    assert [message.header.sequence for message in messages] == [*range(1, count + 1)]
+    assert {tuple(map(len, message.frames)) for message in messages} == {(7, 100_000, 4)}
+    assert [bytes(frame) for frame in last.frames] == [b"retried", b"with", b"success"]
 
 
 def test_the_pipes_hold_more_than_the_window(rig: Rig) -> None:
@@ -326,9 +327,12 @@ def test_a_rank_that_reads_no_steps_holds_up_no_control_message(rig: Rig) -> Non
     assert publish(publisher) is None
 
     link.resume()
-    wait_until(lambda: publish(publisher, b"last") is not None, LIMIT_S)
-    assert take_sequences(healthy, count + 1) == [*range(1, count + 2)]
-    assert take_sequences(frozen, count + 1) == [*range(1, count + 2)]
+    with (
+        meanwhile(lambda: take_sequences(frozen, count + 1)) as frozens,
+        meanwhile(lambda: take_sequences(healthy, count + 1)) as healthys,
+    ):
+        wait_until(lambda: publish(publisher, b"last") is not None, LIMIT_S)
+    assert frozens.result() == healthys.result() == [*range(1, count + 2)]
 
 
 def test_a_full_control_pipe_refuses_a_control_message_only(rig: Rig) -> None:
@@ -413,8 +417,9 @@ def test_a_replay_stops_at_a_full_pipe_and_can_be_asked_for_again(rig: Rig) -> N
     assert publisher.replay(1) == 0
     link.resume()
     assert take(rank) == Gap(1, 2)
-    wait_until(lambda: publisher.replay(1) == count + 1, LIMIT_S)
-    assert take_past_gaps(rank, count + 1) == [*range(1, count + 2)]
+    with meanwhile(lambda: take_past_gaps(rank, count + 1)) as taking:
+        wait_until(lambda: publisher.replay(1) == count + 1, LIMIT_S)
+    assert taking.result() == [*range(1, count + 2)]
 
 
 def test_a_replay_that_is_refused_in_the_middle_leaves_no_hole(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

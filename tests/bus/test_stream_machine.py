@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from unittest.mock import patch
 
 import zmq
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from stepcast.bus import subscriber
 from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import TailGap
 from stepcast.bus.publisher import Publisher
@@ -75,31 +76,16 @@ class FakeSocket:
         self._connection = connection
         self._parts: deque[bytes] = deque()
 
-    def setsockopt(self, option: int, value: object) -> None:
+    def subscribe(self, topic: bytes) -> None:
         pass
 
-    def connect(self, endpoint: str) -> None:
-        pass
+    def recv(self) -> bytes:
+        self._parts.extend(self._connection.messages.popleft())
+        return self._parts.popleft()
 
-    def recv(self, *, copy: bool = True) -> Any:
-        if not self._parts:
-            self._parts.extend(self._connection.messages.popleft())
-        part = self._parts.popleft()
-        return part if copy else zmq.Frame(part)
-
-    def getsockopt(self, option: int) -> int:
-        assert option == zmq.RCVMORE
-        return bool(self._parts)
-
-
-class FakeContext:
-    """Hands out the one socket that it was made with."""
-
-    def __init__(self, socket: FakeSocket) -> None:
-        self._socket = socket
-
-    def socket(self, kind: int) -> FakeSocket:
-        return self._socket
+    def recv_rest(self) -> list[memoryview]:
+        parts, self._parts = self._parts, deque()
+        return [memoryview(part) for part in parts]
 
 
 # --- Driver and ranks -----------------------------------------------------------------------------------------------
@@ -110,8 +96,9 @@ class Rank:
 
     def __init__(self) -> None:
         self.connection = Connection()
-        context: Any = FakeContext(FakeSocket(self.connection))
-        self.steps = StepSubscriber(context, "", run_id=RUN_ID, epoch=EPOCH, max_message_bytes=1000)
+        socket = FakeSocket(self.connection)
+        with patch.object(subscriber, "ZmtpSocket", lambda *_, **__: socket):
+            self.steps = StepSubscriber("", run_id=RUN_ID, epoch=EPOCH, max_message_bytes=1000)
         self.taken: list[tuple[int, list[bytes]]] = []
         self.loop_says: deque[tuple[Kind, int]] = deque()
         self.responder_says: deque[tuple[Kind, int]] = deque()

@@ -7,12 +7,12 @@ import logging
 import pytest
 import zmq
 
+from stepcast.bus.errors import ProtocolError
 from stepcast.bus.frames import PROBE_CLASS, STEP_CLASS, Flag, Kind, Wire
 from stepcast.bus.liveness import TailGap
 from stepcast.bus.subscriber import Gap, Message
 from tests.bus.rig import (
     EPOCH,
-    LIMIT_MS,
     LIMIT_S,
     RUN_ID,
     WIRE,
@@ -21,10 +21,10 @@ from tests.bus.rig import (
     heartbeat,
     lose,
     publish,
+    reconnected,
     take,
     take_message,
     take_sequences,
-    wait_for_subscription,
 )
 from tests.harness import wait_until
 
@@ -56,7 +56,7 @@ def test_step_and_control_messages_come_over_their_own_sockets(rig: Rig) -> None
     publisher.control(Kind.STOP_NOW)
     got = []
     while not got or got[-1] != Kind.STOP_NOW:
-        assert control.socket.poll(LIMIT_MS)
+        assert control.socket.poll(LIMIT_S)
         message = control.receive()
         assert message is not None
         got.append(message.header.kind)
@@ -75,7 +75,8 @@ def test_a_payload_is_a_view_on_what_was_received(rig: Rig) -> None:
     assert bytes(payload) == b"payload"
     for buffer in buffers:
         assert isinstance(buffer, memoryview)
-        assert isinstance(buffer.obj, zmq.Frame)
+        assert isinstance(buffer.obj, (bytes, bytearray))
+        assert buffer.readonly
     assert [len(buffer) for buffer in buffers] == [200_000, 4]
 
 
@@ -148,19 +149,16 @@ def test_a_foreign_message_is_dropped_whole(rig: Rig, caplog: pytest.LogCaptureF
 
 
 def test_a_frame_over_the_limit_is_not_received(rig: Rig) -> None:
-    """ZeroMQ ends the connection instead of allocating what a frame's length claims; other ranks receive it."""
+    """The rank ends with an error instead of allocating what a frame's length claims; other ranks receive it."""
     publisher = rig.publisher(world_size=2)
     small, large = rig.steps(max_message_bytes=1000), rig.steps(max_message_bytes=100_000)
     greet(publisher, small, large)
     publish(publisher, bytes(1000))
     publish(publisher, b"", bytes(1000 + 256))
     assert take_sequences(small, 2) == [1, 2]
-    monitor = small.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     publish(publisher, b"", bytes(1000 + 257))
-    assert monitor.poll(LIMIT_MS), "still connected"
-    small.socket.disable_monitor()
-    monitor.close()
-    assert not small.socket.poll(0)
+    with pytest.raises(ProtocolError, match=r"a frame of 1257 bytes came from the driver, over the limit of 1256"):
+        take(small)
     publish(publisher)
     assert take_sequences(large, 4) == [1, 2, 3, 4]
 
@@ -170,7 +168,7 @@ def test_a_stray_publisher_of_the_probe_class_is_told_apart(rig: Rig) -> None:
     socket, control = driver(rig), rig.control()
     subscribed(socket, PROBE_CLASS)
     socket.send(Wire(bytes(16), EPOCH).pack(Kind.PROBE))
-    assert control.socket.poll(LIMIT_MS)
+    assert control.socket.poll(LIMIT_S)
     assert control.receive() is None
     socket.send(WIRE.pack(Kind.PROBE))
     assert control.wait_for_probe(LIMIT_S)
@@ -291,7 +289,7 @@ def test_what_was_published_while_a_connection_was_cut_is_replayed(rig: Rig) -> 
     publish(publisher, b"3", bytes(100_000))
     publisher.drain_subscriptions()
     link.mend()
-    wait_for_subscription(publisher, STEP_CLASS, cut)
+    reconnected(publisher, cut)
     publish(publisher, b"4")
     assert take(cut) == Gap(2, 4)
     publisher.replay(2)
@@ -311,7 +309,7 @@ def test_a_cut_that_takes_the_last_message_is_found_by_the_heartbeat(rig: Rig) -
     publish(publisher)
     publisher.drain_subscriptions()
     link.mend()
-    wait_for_subscription(publisher, STEP_CLASS, steps)
+    reconnected(publisher, steps)
     tail = TailGap()
     while not tail.heartbeat(heartbeat(publisher, control), steps.sequence, idle=True):
         pass
@@ -326,14 +324,14 @@ def test_a_message_cut_in_the_middle_is_not_received(rig: Rig) -> None:
     rank = rig.steps(link.endpoint)
     greet(publisher, rank)
     publisher.drain_subscriptions()
-    link.stall(after_bytes=1_500_000)
+    link.stall(after_bytes=150_000)  # as much as the socket's own buffer takes while nobody reads
     content = bytes(range(256)) * 4000
     publish(publisher, b"payload", content, content)
     wait_until(lambda: link.stalled, LIMIT_S)
     link.cut()
     link.resume()
     link.mend()
-    wait_for_subscription(publisher, STEP_CLASS, rank)
+    reconnected(publisher, rank)
     publish(publisher)
     assert take(rank) == Gap(1, 2)
     publisher.replay(1)
@@ -349,7 +347,7 @@ def test_a_subscriber_that_was_cut_off_is_not_asked_to_greet_again(rig: Rig) -> 
     publisher.drain_subscriptions()
     link.cut()
     link.mend()
-    wait_for_subscription(publisher, STEP_CLASS, rank)
+    reconnected(publisher, rank)
     publisher.control(Kind.PROBE)
     publish(publisher)
     assert isinstance(take(rank), Message)  # PROBE would have come before it
@@ -367,7 +365,7 @@ def test_a_connection_may_be_cut_again_and_again(rig: Rig) -> None:
         publish(publisher)
         publisher.drain_subscriptions()
         link.mend()
-        wait_for_subscription(publisher, STEP_CLASS, rank)
+        reconnected(publisher, rank)
         publish(publisher)
         item = take(rank)
         while not isinstance(item, Gap):

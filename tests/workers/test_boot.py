@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.runtime.launch import mp
@@ -94,16 +95,39 @@ def test_a_rank_whose_driver_is_dead_already_ends_at_once(directory: RunDirector
     assert (code, stderr) == (EXIT_DRIVER_GONE, "")
 
 
+@pytest.fixture
+def silent_driver(directory: RunDirectory) -> Iterator[None]:
+    """Sockets of a driver that says nothing."""
+    with zmq.Context() as context, context.socket(zmq.XPUB) as steps, context.socket(zmq.PULL) as replies:
+        steps.bind(directory.endpoint("publish"))
+        replies.bind(directory.endpoint("replies"))
+        yield
+
+
+def logged(stderr: str) -> dict[str, Any]:
+    """The one record that a rank has logged."""
+    line, rest = stderr.split("\n")  # not splitlines, which takes the separator for an end
+    assert (line[0], rest) == ("\x1e", "")
+    record: dict[str, Any] = json.loads(line[1:])
+    assert (record["level"], record["logger"]) == ("error", "stepcast.worker")
+    assert (record["rank"], record["epoch"], record["step"]) == (1, 1, 0)
+    return record
+
+
+@pytest.mark.usefixtures("silent_driver")
 def test_a_rank_that_hears_no_driver_says_so_and_ends(directory: RunDirectory) -> None:
     """Its line is a log record, with its place."""
     code, stderr = run_to_its_end(boot_config(directory))
     assert code == EXIT_FAILED
-    line, rest = stderr.split("\n")  # not splitlines, which takes the separator for an end
-    assert (line[0], rest) == ("\x1e", "")
-    record = json.loads(line[1:])
-    assert record["event"] == "no handshake from the driver within startup_timeout_s=0.1"
-    assert (record["level"], record["logger"]) == ("error", "stepcast.worker")
-    assert (record["rank"], record["epoch"], record["step"]) == (1, 1, 0)
+    assert logged(stderr)["event"] == "no handshake from the driver within startup_timeout_s=0.1"
+
+
+def test_a_rank_that_reaches_no_driver_says_so_and_ends(directory: RunDirectory) -> None:
+    """Its line names the endpoint."""
+    code, stderr = run_to_its_end(boot_config(directory))
+    assert code == EXIT_FAILED
+    event = logged(stderr)["event"]
+    assert event.startswith(f"rank 1 can't reach the driver at {directory.endpoint('publish')}: ")
 
 
 def test_nothing_of_the_boot_configuration_shows_in_the_process_list(directory: RunDirectory) -> None:

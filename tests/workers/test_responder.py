@@ -53,8 +53,8 @@ class Rank:
         )
         self.reader = ReplyReader(self.context, replies, world_size=1, max_message_bytes=1 << 20, **run)
         self.board = Board()
-        control = ControlSubscriber(self.context, publish, **run)
-        sender = ReplySender(self.context, replies, rank=0, timeout_s=LIMIT_S, linger_s=0.0, **run)
+        control = ControlSubscriber(publish, **run)
+        sender = ReplySender(replies, rank=0, timeout_s=LIMIT_S, reconnect_timeout_s=0.0, **run)
         start_time = process_start_time(os.getpid())
         assert start_time is not None
         self.responder = Responder(control, sender, self.board, watch or DriverWatch(os.getpid(), start_time))
