@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import NoReturn
 
@@ -30,6 +31,8 @@ from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
 
 #: Exit code after an exception that was reported to the driver.
 EXIT_FAILED = 80
+#: How often a forked rank looks whether the driver has bound its sockets.
+_CONNECT_INTERVAL_S = 0.005
 #: The conventional exit code of a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -69,14 +72,7 @@ def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> in
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     board = Board()
     configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
-    try:
-        rank = _Rank(boot, board, watch, worker_class)
-    except OSError as error:
-        if watch.is_dead():
-            return EXIT_DRIVER_GONE
-        _log.error("rank %d can't reach the driver at %s: %s", boot.rank, boot.publish_endpoint, error)
-        return EXIT_FAILED
-    return rank.run()
+    return _Rank(boot, board, watch, worker_class).run()
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
@@ -90,15 +86,16 @@ class _Rank:
         self._boot = boot
         self._board = board
         self._worker_class = worker_class
-        self._steps = StepSubscriber(
-            boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch, max_message_bytes=boot.max_message_bytes
-        )
-        self._replies = self._reply_sender(RECONNECT_TIMEOUT_S)
-        control = ControlSubscriber(boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch)
-        # The responder watches the driver's life, and never waits for a connection.
-        self._responder = Responder(control, self._reply_sender(0.0), board, watch)
+        self._watch = watch
 
     def run(self) -> int:
+        try:
+            self._connect()
+        except OSError as error:
+            if self._watch.is_dead():
+                return EXIT_DRIVER_GONE
+            _log.error("rank %d can't reach the driver at %s: %s", self._boot.rank, self._boot.reply_endpoint, error)
+            return EXIT_FAILED
         self._responder.start()
         try:
             return self._live()
@@ -106,6 +103,25 @@ class _Rank:
             self._steps.close()
             self._replies.close()
             self._responder.stop(self._boot.linger_s)
+
+    def _connect(self) -> None:
+        boot = self._boot
+        # A forked rank may be here before the driver is: that binds this endpoint last.
+        deadline = time.monotonic() + boot.startup_timeout_s
+        while True:
+            try:
+                self._replies = self._reply_sender(RECONNECT_TIMEOUT_S)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                if self._watch.is_dead() or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_CONNECT_INTERVAL_S)
+        self._steps = StepSubscriber(
+            boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch, max_message_bytes=boot.max_message_bytes
+        )
+        control = ControlSubscriber(boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch)
+        # The responder watches the driver's life, and never waits for a connection.
+        self._responder = Responder(control, self._reply_sender(0.0), self._board, self._watch)
 
     def _live(self) -> int:
         boot = self._boot

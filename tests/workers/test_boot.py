@@ -127,7 +127,7 @@ def test_a_rank_that_reaches_no_driver_says_so_and_ends(directory: RunDirectory)
     code, stderr = run_to_its_end(boot_config(directory))
     assert code == EXIT_FAILED
     event = logged(stderr)["event"]
-    assert event.startswith(f"rank 1 can't reach the driver at {directory.endpoint('publish')}: ")
+    assert event.startswith(f"rank 1 can't reach the driver at {directory.endpoint('replies')}: ")
 
 
 def test_nothing_of_the_boot_configuration_shows_in_the_process_list(directory: RunDirectory) -> None:
