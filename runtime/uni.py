@@ -17,6 +17,7 @@ from stepcast.bus.errors import Closed, StepcastError
 from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
+from stepcast.bus.verdicts import Work, judge
 from stepcast.workers.base import RankInfo, Worker
 from stepcast.workers.board import Board
 from stepcast.workers.loading import load_worker_class
@@ -28,6 +29,7 @@ from .health import GroupHealth, RankHealth
 from .pending import PendingTable
 from .state import GroupState, can_change
 from .step import Pending, Request, StepFuture
+from .vitals import describe, work_on
 
 #: Python refuses to wait for longer than some centuries, which a step's own limit may be.
 _LONGEST_WAIT_S = 3600.0
@@ -136,9 +138,13 @@ class UniGroup:
         with self._changed:
             status = self._board.status
             age_s = (time.monotonic_ns() - status.since_ns) / 1e9
+            work = self._work(age_s)
+            verdict = judge(
+                status.phase, work, silent=False, activity=None, interval_s=self.config.heartbeat_interval_s
+            )
             return GroupHealth(
                 state=self.state.value,
-                ok=self.state.accepts_steps,
+                ok=self.state.accepts_steps and verdict.is_healthy,
                 failure=None if self.failure is None else str(self.failure),
                 epoch=self.epoch,
                 published=self._sequence,
@@ -149,6 +155,8 @@ class UniGroup:
                     RankHealth(
                         rank=0,
                         pid=os.getpid(),
+                        verdict=str(verdict),
+                        detail=describe(verdict, status.phase, work, age_s),
                         phase=str(status.phase),
                         phase_age_s=age_s,
                         step=status.step,
@@ -157,6 +165,11 @@ class UniGroup:
                     ),
                 ),
             )
+
+    def _work(self, phase_age_s: float) -> Work | None:
+        now = self.clock()
+        entry = next(iter(self._pending.under_way.values()), None)
+        return None if entry is None else work_on(entry, 0, now, now - phase_age_s)
 
     def request_stop(self) -> None:
         """Ask for the end of the group, and return at once."""

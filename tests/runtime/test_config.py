@@ -18,7 +18,7 @@ from stepcast.runtime.config import BACKENDS, ENVIRONMENT_PREFIX, LOG_FORMATS, L
 WORKER = "package.module:Class"
 TYPES = {each.name: str(each.type) for each in fields(ExecutorConfig)}
 INTS = [name for name, kind in TYPES.items() if kind == "int"]
-SECONDS = [name for name, kind in TYPES.items() if kind == "float"]
+SECONDS = [name for name, kind in TYPES.items() if kind.startswith("float")]
 TEXTS = [name for name, kind in TYPES.items() if kind == "str"]
 MAPPINGS = [name for name, kind in TYPES.items() if kind.startswith("Mapping")]
 
