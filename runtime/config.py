@@ -55,9 +55,9 @@ class ExecutorConfig:
         backpressure_timeout_s: how long a submission waits for room in the windows.
         failure_grace_s: after a rank raised, how long the others have to answer the same step.
         heartbeat_interval_s: seconds without a publication after which a heartbeat is published.
-        unresponsive_timeout_s: how long a rank may leave heartbeats unanswered that is stopped, or does not compute, as the
-            kernel says; past it the group ends. None: it only shows in `health()`, and a step's limit ends the group.
-            At least three heartbeat intervals.
+        unresponsive_timeout_s: how long a rank may leave heartbeats unanswered that is stopped, or does not compute, by
+            what the kernel says; past it the group ends. None: it only shows in `health()`, and a step's limit ends the
+            group. At least three heartbeat intervals.
         probe_interval_s: how often the driver publishes PROBE at first; it slows down to once a second.
         reply_timeout_s: how long a worker's reply may wait for the driver to read it; past it the worker ends.
         stop_timeout_s: after STOP, how long the workers have to finish; past it they get SIGTERM.
