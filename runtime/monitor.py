@@ -151,7 +151,7 @@ class Monitor(threading.Thread):
             for process, stderr in dead:
                 self._judge_exit(process, stderr, now)
             self._judge_reports()
-            self.group.vitals.look(now, self.group.processes)
+            self.group.vitals.look(now)
             self._advance(now)
         self.group.give_out()
         self._announce()
@@ -172,6 +172,7 @@ class Monitor(threading.Thread):
                 self._sentinels[process.sentinel] = process
         with self.group.lock:
             self.group.processes = processes
+            self.group.vitals.watch(processes)
 
     def _is_over(self) -> bool:
         """Whether every process of a group that is to end has ended, or the last limit has passed."""
@@ -264,7 +265,7 @@ class Monitor(threading.Thread):
             self.group.heartbeat.sent(now)
 
     def _judge_silence(self, now: float) -> None:
-        lost = self.group.vitals.find_lost(now, self.group.processes)
+        lost = self.group.vitals.find_lost(now)
         if lost is not None:
             self._stuck = True
             self.group.fail(lost)
@@ -323,6 +324,8 @@ class Monitor(threading.Thread):
                 self._patience_ended = True
                 continue
             self._terminated = True
+            if number is signal.SIGTERM:  # who has not stopped in time shows where it is
+                stacks.dump(self.group.processes, self.group.inbox.liveness, now)
             for process in self.group.processes:
                 if number is signal.SIGTERM and process.exit_code() is None:
                     _log.warning("rank %d has not stopped in time; sending %s", process.rank, number.name)

@@ -53,8 +53,11 @@ class Vitals:
         self._publisher = publisher
         self._pending = pending
         self._read = read
+        self._processes: Sequence[WorkerProcess] = ()
         ranks = range(config.world_size)
         self._pids = dict.fromkeys(ranks, 0)
+        #: Some rank has not answered a heartbeat. While none has, a look costs nothing: it may come with each step.
+        self._asking = False
         self._silences = [Silence(self._interval_s) for _ in ranks]
         self._samples: list[deque[procfs.Sample]] = [deque(maxlen=_SAMPLES) for _ in ranks]
         self._stuck: set[int] = set()
@@ -68,52 +71,62 @@ class Vitals:
     @property
     def look_s(self) -> float | None:
         """Seconds until the next look is due; None where every rank has answered."""
-        waiting = any(silence.unanswered for silence in self._silences)
-        return self._silences[0].look_s if waiting else None
+        return self._silences[0].look_s if self._asking else None
+
+    def watch(self, processes: Sequence[WorkerProcess]) -> None:
+        """Take the ranks' processes, once they are started."""
+        self._processes = processes
+        self._pids.update({process.rank: process.pid for process in processes})
 
     def asked(self, now: float) -> None:
         """Note that a heartbeat was sent to all ranks."""
+        self._asking = True
         for told, silence in zip(self._inbox.liveness, self._silences, strict=True):
             silence.asked(now, told.last_heard)
 
-    def look(self, now: float, processes: Sequence[WorkerProcess]) -> None:
+    def look(self, now: float) -> None:
         """Look at the ranks that leave heartbeats unanswered. All that has come was read.
 
         Args:
             now: the clock's reading.
-            processes: the ranks' processes.
         """
-        for process in processes:
-            rank = process.rank
-            self._pids[rank] = process.pid
-            silence, samples = self._silences[rank], self._samples[rank]
-            silence.look(now, self._inbox.liveness[rank].last_heard)
-            if not silence.unanswered:
-                samples.clear()
-                continue
-            last_at = samples[-1].at if samples else now - silence.silent_s
-            if now - last_at >= _EARLY * silence.look_s and (sample := self._read(process.pid, now)) is not None:
-                samples.append(sample)
+        if not self._asking:
+            return
+        for told, silence in zip(self._inbox.liveness, self._silences, strict=True):
+            silence.look(now, told.last_heard)
+        self._asking = any(silence.unanswered for silence in self._silences)
+        for process in self._processes:
+            self._sample(process, now)
 
-    def find_lost(self, now: float, processes: Sequence[WorkerProcess]) -> WorkerLost | None:
+    def _sample(self, process: WorkerProcess, now: float) -> None:
+        silence, samples = self._silences[process.rank], self._samples[process.rank]
+        if not silence.unanswered:
+            samples.clear()
+            return
+        last_at = samples[-1].at if samples else now - silence.silent_s
+        if now - last_at >= _EARLY * silence.look_s and (sample := self._read(process.pid, now)) is not None:
+            samples.append(sample)
+
+    def find_lost(self, now: float) -> WorkerLost | None:
         """Log which ranks have begun, or ceased, to be stopped or unresponsive; judge who has been so for too long.
 
         Args:
             now: the clock's reading.
-            processes: the ranks' processes.
 
         Returns:
             The error for `unresponsive_timeout_s`; None where it has not passed.
         """
-        for process in processes:
+        if not (self._asking or self._red):
+            return None
+        for process in self._processes:
             rank = process.rank
             verdict = self.verdict(rank, now)
-            silent_s = self._silences[rank].silent_s
             if verdict not in (Verdict.STOPPED, Verdict.UNRESPONSIVE):
                 if rank in self._red:
                     self._red.discard(rank)
                     _log.info("rank %d (pid %d) goes on: %s", rank, process.pid, verdict)
                 continue
+            silent_s = self._silences[rank].silent_s
             phase, detail = str(self._inbox.phase(rank)), self.detail(rank, verdict, now)
             if rank not in self._red:
                 self._red.add(rank)

@@ -55,7 +55,7 @@ class Liveness(RuleBasedStateMachine):
 
     # What happens.
 
-    @rule(ticks=st.integers(1, 3 * INTERVAL))
+    @rule(ticks=st.integers(1, 6 * INTERVAL))
     def time_passes(self, ticks: int) -> None:
         for _ in range(ticks):
             self.tick()
@@ -169,4 +169,4 @@ class Liveness(RuleBasedStateMachine):
 
 
 TestLiveness = Liveness.TestCase
-TestLiveness.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLiveness.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

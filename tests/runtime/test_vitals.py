@@ -62,6 +62,7 @@ class Scene:
         self.cpu_per_s = 0.0
         self.reads: list[int] = []
         self.vitals = Vitals(config, self.bus, self.bus, self.pending, self.read)
+        self.vitals.watch(self.processes)
 
     def read(self, pid: int, now: float) -> Sample:
         self.reads.append(pid)
@@ -72,7 +73,7 @@ class Scene:
         end = self.now + seconds
         while self.now < end:
             self.now += INTERVAL_S / 2
-            self.vitals.look(self.now, self.processes)
+            self.vitals.look(self.now)
             if self.now % INTERVAL_S == 0:
                 self.vitals.asked(self.now)
             for rank in {0, 1} - set(silent):
@@ -159,9 +160,9 @@ def test_what_is_wrong_is_logged_once_and_its_end_too(caplog: pytest.LogCaptureF
     scene.state = "T"
     for _ in range(5):
         scene.pass_time(2, silent=(1,))
-        assert scene.vitals.find_lost(scene.now, scene.processes) is None
+        assert scene.vitals.find_lost(scene.now) is None
     scene.pass_time(4)
-    assert scene.vitals.find_lost(scene.now, scene.processes) is None
+    assert scene.vitals.find_lost(scene.now) is None
     first, second = [record.getMessage() for record in caplog.records]
     assert first.startswith("rank 1 (pid 101) is stopped in phase idle, and has answered no heartbeat for ")
     assert first.endswith(": stopped by a signal (SIGSTOP; state T): kill -CONT 101 lets it go on")
@@ -172,9 +173,9 @@ def test_a_rank_is_lost_when_its_limit_has_passed() -> None:
     """The error has the limit's name, the phase, and what the kernel says."""
     scene = Scene(unresponsive_timeout_s=8.0)
     scene.pass_time(8, silent=(1,))
-    assert scene.vitals.find_lost(scene.now, scene.processes) is None
+    assert scene.vitals.find_lost(scene.now) is None
     scene.pass_time(2, silent=(1,))
-    error = scene.vitals.find_lost(scene.now, scene.processes)
+    error = scene.vitals.find_lost(scene.now)
     assert error is not None
     assert (error.rank, error.pid, error.exit_code, error.phase, error.silent_for_s) == (1, 101, None, "idle", 8.0)
     assert "no heartbeat for 8.00 s, over unresponsive_timeout_s=8 s, in phase idle: unresponsive: waits" in str(error)
@@ -185,7 +186,7 @@ def test_a_rank_that_computes_is_never_lost() -> None:
     scene = Scene(unresponsive_timeout_s=8.0)
     scene.cpu_per_s = 1.0
     scene.pass_time(40, silent=(1,))
-    assert scene.vitals.find_lost(scene.now, scene.processes) is None
+    assert scene.vitals.find_lost(scene.now) is None
 
 
 def test_words_for_a_step_near_its_limit() -> None:
