@@ -324,8 +324,6 @@ class Monitor(threading.Thread):
                 self._patience_ended = True
                 continue
             self._terminated = True
-            if number is signal.SIGTERM:  # who has not stopped in time shows where it is
-                stacks.dump(self.group.processes, self.group.inbox.liveness, now)
             for process in self.group.processes:
                 if number is signal.SIGTERM and process.exit_code() is None:
                     _log.warning("rank %d has not stopped in time; sending %s", process.rank, number.name)

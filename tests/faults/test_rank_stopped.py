@@ -79,17 +79,6 @@ def test_a_rank_past_the_step_limit_shows_its_stack_before_it_is_killed(
     assert "in execute" in stacks
 
 
-def test_a_rank_that_does_not_stop_in_time_shows_its_stack_before_it_is_terminated(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A shutdown that takes its time has a reason; the log shows where."""
-    with Executor(stage.config(stop_timeout_s=0.3)) as executor:
-        executor.submit({"1": "block"})
-        stage.wait_for("block-1")
-
-    assert "in block" in stacks_in(caplog)
-
-
 def test_a_stopped_rank_past_the_step_limit_is_killed(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """It can't show a stack, and the report says so; SIGKILL ends it all the same."""
     with Executor(stage.config(step_timeout_s=LIMIT_S, heartbeat_interval_s=0.2)) as executor:
