@@ -27,12 +27,14 @@ class Sample:
         state: its main thread's state, a letter of proc(5): R, S, D, T, t, Z.
         cpu_s: processor seconds that all of its threads have used.
         queued_s: seconds that its main thread has waited for a processor; 0 where the kernel does not count them.
+        runnable: whether any of its threads runs, or waits for a processor: the one that should answer may be starved.
     """
 
     at: float
     state: str
     cpu_s: float
     queued_s: float
+    runnable: bool
 
 
 def read(pid: int, now: float) -> Sample | None:
@@ -46,13 +48,11 @@ def read(pid: int, now: float) -> Sample | None:
         The sample; None where there is no such process, or no /proc.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = _stat(Path(f"/proc/{pid}"))
     except OSError:
         return None
-    # The command's name is in brackets, and may hold spaces and brackets itself.
-    fields = stat.rpartition(")")[2].split()
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
-    return Sample(now, fields[_STATE], cpu_s, _queued_s(pid))
+    return Sample(now, fields[_STATE], cpu_s, _queued_s(pid), _is_runnable(pid))
 
 
 def activity(samples: Sequence[Sample]) -> Activity | None:
@@ -74,7 +74,7 @@ def activity(samples: Sequence[Sample]) -> Activity | None:
         return None
     if cores(samples) >= _PROGRESS_CORES:
         return Activity.RUNS
-    if (last.queued_s - first.queued_s) / elapsed_s >= _STARVED_SHARE or all(each.state == "R" for each in samples):
+    if (last.queued_s - first.queued_s) / elapsed_s >= _STARVED_SHARE or all(each.runnable for each in samples):
         return Activity.STARVED
     return Activity.WAITS
 
@@ -106,6 +106,19 @@ def describe(samples: Sequence[Sample], pid: int) -> str:
         return f"descheduled: it wants to run and gets {used} (state {state}): the host is short of processors"
     held = "its cgroup is frozen, or it holds the GIL"
     return f"waits in the kernel (state {state}, {used}): {held}; see /proc/{pid}/stack or its stacks (SIGUSR1)"
+
+
+def _stat(process: Path) -> list[str]:
+    stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
+    # The command's name is in brackets, and may hold spaces and brackets itself.
+    return stat.rpartition(")")[2].split()
+
+
+def _is_runnable(pid: int) -> bool:
+    try:
+        return any(_stat(thread)[_STATE] == "R" for thread in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # it, or one of its threads, has just ended
+        return False
 
 
 def _queued_s(pid: int) -> float:

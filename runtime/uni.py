@@ -13,11 +13,11 @@ from typing import Any
 
 from stepcast.bus import codec
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.bus.errors import Closed, StepcastError
+from stepcast.bus.errors import Closed, StepcastError, StepTimeout
 from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
-from stepcast.bus.verdicts import Work, judge
+from stepcast.bus.verdicts import Verdict, Work, judge
 from stepcast.workers.base import RankInfo, Worker
 from stepcast.workers.board import Board
 from stepcast.workers.loading import load_worker_class
@@ -139,9 +139,11 @@ class UniGroup:
             status = self._board.status
             age_s = (time.monotonic_ns() - status.since_ns) / 1e9
             work = self._work(age_s)
-            verdict = judge(
-                status.phase, work, silent=False, activity=None, interval_s=self.config.heartbeat_interval_s
-            )
+            if isinstance(self.failure, StepTimeout) and status.phase is not Phase.GONE:
+                verdict = Verdict.STUCK
+            else:
+                interval_s = self.config.heartbeat_interval_s
+                verdict = judge(status.phase, work, silent=False, activity=None, interval_s=interval_s)
             return GroupHealth(
                 state=self.state.value,
                 ok=self.state.accepts_steps and verdict.is_healthy,

@@ -18,7 +18,9 @@ from tests.harness import wait_until
 def samples(states: str, cpu_s: float = 0.0, queued_s: float = 0.0) -> list[Sample]:
     """A second between the first and the last, in which the processor times were used and waited for."""
     last = max(1, len(states) - 1)
-    return [Sample(i / last, state, cpu_s * i / last, queued_s * i / last) for i, state in enumerate(states)]
+    return [
+        Sample(i / last, state, cpu_s * i / last, queued_s * i / last, state == "R") for i, state in enumerate(states)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,13 @@ def test_activity(taken: list[Sample], expected: Activity | None) -> None:
     assert activity(taken) is expected
 
 
+def test_a_process_is_starved_where_any_of_its_threads_is() -> None:
+    """The one that should answer is not the main thread."""
+    starved = [Sample(at, "S", 0.0, 0.0, True) for at in (0.0, 1.0)]
+    assert activity(starved) is Activity.STARVED
+    assert activity([starved[0], Sample(1.0, "S", 0.0, 0.0, False)]) is Activity.WAITS
+
+
 def test_descriptions_say_what_to_do() -> None:
     """For people."""
     assert describe(samples("T"), 7) == "stopped by a signal (SIGSTOP; state T): kill -CONT 7 lets it go on"
@@ -61,7 +70,7 @@ def test_this_process_has_used_what_it_has_used() -> None:
     """To the tick."""
     sample = read(os.getpid(), 5.0)
     assert sample is not None
-    assert (sample.at, sample.queued_s >= 0) == (5.0, True)
+    assert (sample.at, sample.queued_s >= 0, sample.runnable) == (5.0, True, True)
     assert abs(sample.cpu_s - time.process_time()) < 1.0
     assert cores([sample]) == 0.0
 

@@ -66,7 +66,7 @@ class Scene:
 
     def read(self, pid: int, now: float) -> Sample:
         self.reads.append(pid)
-        return Sample(now, self.state, self.cpu_per_s * now, 0.0)
+        return Sample(now, self.state, self.cpu_per_s * now, 0.0, False)
 
     def pass_time(self, seconds: float, *, silent: tuple[int, ...] = ()) -> None:
         """Look every half interval, send a heartbeat every interval, which all answer but the silent."""
