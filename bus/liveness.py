@@ -5,6 +5,7 @@ Phases are told by the workers; this module only keeps when what was heard.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -31,6 +32,10 @@ class Phase(IntEnum):
 class HeartbeatTimer:
     """When the next HEARTBEAT is due.
 
+    A step is a question too, and its answer a sign of life: where steps go out and every rank answers, no heartbeat is
+    needed. One is due where nothing was published for an interval, and where a rank was not heard for one though steps
+    are published all the time.
+
     Args:
         interval_s: seconds of silence after which one is due.
         now: the monotonic clock's reading.
@@ -38,15 +43,25 @@ class HeartbeatTimer:
 
     def __init__(self, interval_s: float, now: float) -> None:
         self.interval_s = interval_s
-        self._last = now
+        self._published = now
+        self._sent = now
 
     def published(self, now: float) -> None:
-        """Note that something was published, so that the ranks need no heartbeat for an interval."""
-        self._last = now
+        """Note that a step-class message was published."""
+        self._published = now
 
-    def remaining_s(self, now: float) -> float:
-        """Seconds until a heartbeat is due; zero or less when it is."""
-        return self._last + self.interval_s - now
+    def sent(self, now: float) -> None:
+        """Note that a heartbeat was published."""
+        self._sent = now
+
+    def remaining_s(self, now: float, oldest_heard: float = math.inf) -> float:
+        """Seconds until a heartbeat is due; zero or less when it is.
+
+        Args:
+            now: the clock's reading.
+            oldest_heard: its reading when the rank was heard that has been silent for longest.
+        """
+        return max(self._sent, min(self._published, oldest_heard)) + self.interval_s - now
 
 
 @dataclass(slots=True)
@@ -82,6 +97,69 @@ class RankLiveness:
         self.last_heard = now
         self.phase = phase
         self.phase_since = now - age_s
+
+
+class Silence:
+    """Whether a rank leaves heartbeats unanswered, counted while the driver was there to hear.
+
+    A rank is silent when two heartbeats, or more, were really sent to it since it was last heard, and it has had one
+    and a half intervals for the first of them: it is found within two and a half intervals of its last sign of life.
+    The time between two looks counts for half an interval at most: a driver that was stopped itself, or starved,
+    condemns nobody when it wakes.
+
+    Args:
+        interval_s: the heartbeat interval.
+    """
+
+    _ENOUGH_HEARTBEATS = 2
+    _ENOUGH_INTERVALS = 1.5
+    _LONGEST_LOOK_INTERVALS = 0.5
+
+    def __init__(self, interval_s: float) -> None:
+        self._enough_s = self._ENOUGH_INTERVALS * interval_s
+        self._asked_at: float | None = None
+        #: The clock's reading at the last look.
+        self.looked_at = 0.0
+        #: The longest that the driver may leave between two looks and miss nothing, in seconds.
+        self.look_s = self._LONGEST_LOOK_INTERVALS * interval_s
+        #: Heartbeats sent since the rank was last heard.
+        self.unanswered = 0
+        #: Seconds since the first of them, as far as they count.
+        self.silent_s = 0.0
+
+    def asked(self, now: float, last_heard: float) -> None:
+        """Note that a heartbeat was sent.
+
+        Args:
+            now: the clock's reading.
+            last_heard: its reading when the rank was last heard.
+        """
+        self.look(now, last_heard)
+        if self._asked_at is None:
+            self._asked_at = self.looked_at = now
+        self.unanswered += 1
+
+    def look(self, now: float, last_heard: float) -> None:
+        """Count the time since the last look, once everything that has come was read.
+
+        Args:
+            now: the clock's reading.
+            last_heard: its reading when the rank was last heard.
+        """
+        if self._asked_at is None:
+            return
+        if last_heard >= self._asked_at:
+            self._asked_at = None
+            self.unanswered = 0
+            self.silent_s = 0.0
+            return
+        self.silent_s += min(now - self.looked_at, self.look_s)
+        self.looked_at = now
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank was silent at the last look."""
+        return self.unanswered >= self._ENOUGH_HEARTBEATS and self.silent_s >= self._enough_s
 
 
 class TailGap:

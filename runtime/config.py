@@ -55,6 +55,9 @@ class ExecutorConfig:
         backpressure_timeout_s: how long a submission waits for room in the windows.
         failure_grace_s: after a rank raised, how long the others have to answer the same step.
         heartbeat_interval_s: seconds without a publication after which a heartbeat is published.
+        unresponsive_timeout_s: how long a rank may leave heartbeats unanswered that is stopped, or does not compute, by
+            what the kernel says; past it the group ends. None: it only shows in `health()`, and a step's limit ends the
+            group. At least three heartbeat intervals.
         probe_interval_s: how often the driver publishes PROBE at first; it slows down to once a second.
         reply_timeout_s: how long a worker's reply may wait for the driver to read it; past it the worker ends.
         stop_timeout_s: after STOP, how long the workers have to finish; past it they get SIGTERM.
@@ -85,6 +88,7 @@ class ExecutorConfig:
     backpressure_timeout_s: float = 60.0
     failure_grace_s: float = 0.5
     heartbeat_interval_s: float = 2.0
+    unresponsive_timeout_s: float | None = None
     probe_interval_s: float = 0.02
     reply_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
@@ -114,6 +118,11 @@ class ExecutorConfig:
             )
         if self.backend == "uni" and self.world_size != 1:
             raise ConfigError(f"backend='uni' runs one rank, but world_size={self.world_size}: use backend='mp'")
+        if self.unresponsive_timeout_s is not None and self.unresponsive_timeout_s < 3 * self.heartbeat_interval_s:
+            raise ConfigError(
+                f"unresponsive_timeout_s={self.unresponsive_timeout_s!r}: must be at least 3 times "
+                f"heartbeat_interval_s={self.heartbeat_interval_s!r}"
+            )
         _check_environment(self.worker_env)
         try:
             options = msgpack.unpackb(msgpack.packb(dict(self.worker_options)), strict_map_key=False)
@@ -202,7 +211,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse(variable: str, type_name: str, text: str) -> Any:
-    converter = {"int": int, "float": float}.get(type_name, str)
+    converter = {"int": int, "float": float}.get(type_name.removesuffix(" | None"), str)
     try:
         return converter(text)
     except ValueError:
@@ -212,7 +221,9 @@ def _parse(variable: str, type_name: str, text: str) -> Any:
 def _check_type(name: str, type_name: str, value: Any) -> None:
     if type_name == "int":
         fits = isinstance(value, int) and not isinstance(value, bool)
-    elif type_name == "float":
+    elif type_name == "float | None" and value is None:
+        fits = True
+    elif type_name.startswith("float"):
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         if fits and not 0 < value <= _MAX_SECONDS:
             raise ConfigError(f"{name}={value!r}: must be a number of seconds above 0, at most {_MAX_SECONDS}")

@@ -62,6 +62,28 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
     )
 
 
+def unresponsive(process: WorkerProcess, phase: str, silent_for_s: float, limit_s: float, reason: str) -> WorkerLost:
+    """A worker's process lives, and has been stopped or unresponsive for too long.
+
+    Args:
+        process: the process.
+        phase: what it was doing.
+        silent_for_s: seconds for which it has answered no heartbeat.
+        limit_s: the limit.
+        reason: how it is doing, in words.
+    """
+    return WorkerLost(
+        f"rank {process.rank} (pid {process.pid}) has answered no heartbeat for {silent_for_s:.2f} s, over "
+        f"unresponsive_timeout_s={limit_s:g} s, in phase {phase}: {reason}. The group has ended; the stacks of its "
+        "ranks are in the log; start a new executor",
+        rank=process.rank,
+        pid=process.pid,
+        exit_code=None,
+        phase=phase,
+        silent_for_s=silent_for_s,
+    )
+
+
 def rank_broken(rank: int, description: Sequence[str]) -> StepFailed:
     """A rank raised outside a step, so that it has left its loop.
 

@@ -21,17 +21,19 @@ from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import HeartbeatTimer
 from stepcast.bus.publisher import Publisher
 from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.verdicts import Verdict
 from stepcast.workers.loop import MAX_FAILURE_BYTES
 
 from . import failures
 from .config import ExecutorConfig
-from .health import GroupHealth, RankHealth
+from .health import GroupHealth
 from .inbox import Inbox
 from .launch.process import WorkerProcess
 from .pending import PendingTable
 from .pump import Pump
 from .state import GroupState, can_change
 from .step import Pending, Request, StepFuture
+from .vitals import Vitals
 
 _GATHER = int(Flag.GATHER)
 
@@ -102,6 +104,7 @@ class Group:
         self.heartbeat = HeartbeatTimer(config.heartbeat_interval_s, now)
         self.pending = PendingTable(config.world_size, config.failure_grace_s)
         self.inbox = Inbox(self.publisher, self.pending, config.world_size, now)
+        self.vitals = Vitals(config, self.inbox, self.publisher, self.pending)
         # What the pump asks for most, without a call in between.
         self.next_deadline = self.pending.next_deadline
         self.outcomes = self.pending.outcomes
@@ -202,30 +205,18 @@ class Group:
     def health(self) -> GroupHealth:
         """Tell how every rank is doing, without asking them and without waiting."""
         with self.lock:
-            now = self.clock()
-            pids = {process.rank: process.pid for process in self.processes}
+            ranks = self.vitals.ranks(self.clock())
             dropped = {**self.replies.dropped, "late": self.pending.late, "malformed": self.inbox.malformed}
             return GroupHealth(
                 state=self.state.value,
-                ok=self.state.accepts_steps,
+                ok=self.state.accepts_steps and all(Verdict(rank.verdict).is_healthy for rank in ranks),
                 failure=None if self.failure is None else str(self.failure),
                 epoch=self.epoch,
                 published=self.publisher.sequence,
                 in_flight=self.publisher.in_flight,
                 in_flight_bytes=self.publisher.in_flight_bytes,
                 dropped=dropped,
-                ranks=tuple(
-                    RankHealth(
-                        rank=rank,
-                        pid=pids.get(rank, 0),
-                        phase=str(self.inbox.phase(rank)),
-                        phase_age_s=now - told.phase_since,
-                        step=told.step,
-                        last_heard_s=now - told.last_heard,
-                        queue_depth=self.publisher.unanswered(rank),
-                    )
-                    for rank, told in enumerate(self.inbox.liveness)
-                ),
+                ranks=ranks,
             )
 
     # What the pump uses, in the thread that reads.
@@ -284,18 +275,23 @@ class Group:
         self.heartbeat.published(self.clock())
         return True
 
-    def control(self, kind: Kind, step: int = 0) -> None:
-        """Publish a control message; a rank that has not read for long, so that its pipe is full, holds up no other."""
-        if not self.publisher.control(kind, step):
-            self.publisher.lose_for_full_pipes()
-            self.publisher.control(kind, step)
+    def control(self, kind: Kind, step: int = 0) -> bool:
+        """Publish a control message; a rank that has not read for long, so that its pipe is full, holds up no other.
+
+        Returns:
+            False where a pipe was full all the same.
+        """
+        if self.publisher.control(kind, step):
+            return True
+        self.publisher.lose_for_full_pipes()
+        return self.publisher.control(kind, step)
 
     def expire(self, now: float) -> None:
         """Judge what is late, where something may be."""
         deadline = self.pending.next_deadline()
         if deadline is None or now < deadline:
             return
-        error = self.pending.expire(now, self.inbox.phases())
+        error = self.pending.expire(now, self.inbox.phases(), self.vitals.report(now))
         if error is not None:
             self.fail(error)
         self.pump.wake()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,9 @@ class RankHealth:
     Attributes:
         rank: the rank.
         pid: its process id; 0 before it was started.
+        verdict: how it is doing: "starting", "idle", "busy", "slow", "stuck", "stopped", "unresponsive", "gone" or
+            "stopping".
+        detail: the verdict's reason, in words.
         phase: what it said last that it was doing; "gone" where its process has ended.
         phase_age_s: seconds since it began that.
         step: the id of the step it works on, or worked on last; 0 before the first.
@@ -22,6 +26,8 @@ class RankHealth:
 
     rank: int
     pid: int
+    verdict: str
+    detail: str
     phase: str
     phase_age_s: float
     step: int
@@ -35,7 +41,7 @@ class GroupHealth:
 
     Attributes:
         state: the group's state, such as "ready".
-        ok: whether it takes steps.
+        ok: whether it takes steps, and every rank makes progress, or could. A long step within its limit is progress.
         failure: the text of the error that ended it; None where none did.
         epoch: the life of the group.
         published: messages published so far.
@@ -54,3 +60,11 @@ class GroupHealth:
     in_flight_bytes: int
     dropped: Mapping[str, int]
     ranks: tuple[RankHealth, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Tell the same in plain values, as JSON holds them.
+
+        Returns:
+            The attributes by their names; `ranks` is a list of such dictionaries.
+        """
+        return {**asdict(self), "dropped": dict(self.dropped), "ranks": [asdict(rank) for rank in self.ranks]}

@@ -19,9 +19,8 @@ from stepcast.bus.errors import Closed, StartupError, StepcastError, StepTimeout
 from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase
 from stepcast.workers.boot import EXIT_FAILED
-from stepcast.workers.responder import DUMP_SIGNAL
 
-from . import failures
+from . import failures, stacks
 from .config import ExecutorConfig
 from .group import Group
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
@@ -89,7 +88,8 @@ class Monitor(threading.Thread):
         self._probe_interval_s = config.probe_interval_s
         self._next_probe = now
         self._begun = False
-        self._started_late = False
+        #: The group ends for a rank that does not go on: its stacks are wanted.
+        self._stuck = False
         self._stop_wanted = False
         self._kill_wanted = False
         self._killing = False
@@ -151,6 +151,7 @@ class Monitor(threading.Thread):
             for process, stderr in dead:
                 self._judge_exit(process, stderr, now)
             self._judge_reports()
+            self.group.vitals.look(now)
             self._advance(now)
         self.group.give_out()
         self._announce()
@@ -171,6 +172,7 @@ class Monitor(threading.Thread):
                 self._sentinels[process.sentinel] = process
         with self.group.lock:
             self.group.processes = processes
+            self.group.vitals.watch(processes)
 
     def _is_over(self) -> bool:
         """Whether every process of a group that is to end has ended, or the last limit has passed."""
@@ -254,11 +256,19 @@ class Monitor(threading.Thread):
             self._greet(now)
         elif state.accepts_steps:
             self.group.expire(now)
+            self._judge_silence(now)
         if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
-        elif self.group.heartbeat.remaining_s(now) <= 0:
-            self.group.control(Kind.HEARTBEAT)
-            self.group.heartbeat.published(now)
+        elif self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0:
+            if self.group.control(Kind.HEARTBEAT):
+                self.group.vitals.asked(now)
+            self.group.heartbeat.sent(now)
+
+    def _judge_silence(self, now: float) -> None:
+        lost = self.group.vitals.find_lost(now)
+        if lost is not None:
+            self._stuck = True
+            self.group.fail(lost)
 
     def _greet(self, now: float) -> None:
         group = self.group
@@ -282,7 +292,7 @@ class Monitor(threading.Thread):
         missing = missing or group.publisher.slow_ranks()
         phases = {rank: phase for rank, phase in group.inbox.phases().items() if rank in missing}
         stderr = {rank: self._relay.stderr_tail(rank, 0) for rank in missing}
-        self._started_late = True
+        self._stuck = True
         group.fail(failures.start_timed_out(self._config.startup_timeout_s, phases, stderr))
 
     def _begin_stopping(self, now: float) -> None:
@@ -300,10 +310,11 @@ class Monitor(threading.Thread):
 
     def _end_processes(self, now: float) -> None:
         failed = self.group.state is GroupState.FAILED
+        self._stuck |= isinstance(self.group.failure, StepTimeout)
         if (failed or self._kill_wanted) and not self._killing:
             self._killing = True
             wait_s = 0.0
-            if failed and self._is_stuck() and self._dump_stacks():
+            if failed and self._stuck and stacks.dump(self.group.processes, self.group.inbox.liveness, now):
                 wait_s = self._config.dump_timeout_s
             kill_at = now + wait_s
             self._escalation = [(kill_at, signal.SIGKILL), (kill_at + self._config.kill_timeout_s, None)]
@@ -318,20 +329,6 @@ class Monitor(threading.Thread):
                     _log.warning("rank %d has not stopped in time; sending %s", process.rank, number.name)
                 process.send_signal(number)
 
-    def _is_stuck(self) -> bool:
-        return self._started_late or isinstance(self.group.failure, StepTimeout)
-
-    def _dump_stacks(self) -> bool:
-        """Have stuck ranks write their stacks to stderr, and so to the log. A rank that was just spawned can't yet."""
-        ranks = [
-            process
-            for process in self.group.processes
-            if self.group.inbox.liveness[process.rank].phase not in (Phase.SPAWNING, Phase.STARTING, Phase.GONE)
-        ]
-        for process in ranks:
-            process.send_signal(DUMP_SIGNAL)
-        return bool(ranks)
-
     # Between the turns.
 
     def _sleep_s(self, now: float) -> float:
@@ -340,7 +337,9 @@ class Monitor(threading.Thread):
             state = self.group.state
             due = [when for when, _ in self._escalation[:1]]
             if state not in (GroupState.STOPPING, GroupState.FAILED):
-                due += [now + self.group.heartbeat.remaining_s(now), now + MONITOR_LOOK_S]
+                vitals = self.group.vitals
+                due += [now + self.group.heartbeat.remaining_s(now, vitals.oldest_heard), now + MONITOR_LOOK_S]
+                due += [] if vitals.look_s is None else [now + vitals.look_s]
             if state is GroupState.STARTING:
                 due.append(self._start_deadline)
                 due += [] if self.group.inbox.all_greeted else [self._next_probe]

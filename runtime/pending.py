@@ -147,12 +147,13 @@ class PendingTable:
         """The clock's reading at which `expire` may have something to do; never later than when it has."""
         return self.earliest if self.under_way else None
 
-    def expire(self, now: float, phases: Mapping[int, str]) -> StepcastError | None:
+    def expire(self, now: float, phases: Mapping[int, str], report: str = "") -> StepcastError | None:
         """Judge what is late.
 
         Args:
             now: the clock's reading.
             phases: each rank's last known phase, for the errors.
+            report: how each rank is doing, in words, for the errors.
 
         Returns:
             The error with which the group must end; None where it lives on.
@@ -162,10 +163,11 @@ class PendingTable:
                 return self._epoch_ended(entry, phases)
             elapsed_s = now - entry.published_at
             if elapsed_s >= entry.hard_limit.seconds:
-                return self._timed_out(entry, entry.hard_limit, elapsed_s, phases, ends_group=True)
+                return self._timed_out(entry, entry.hard_limit, elapsed_s, phases, report, ends_group=True)
             limit = entry.limit
             if limit is not None and elapsed_s >= limit.seconds and not (entry.ready or entry.settled):
-                self._settle(entry, None, self._timed_out(entry, limit, elapsed_s, phases, ends_group=False))
+                error = self._timed_out(entry, limit, elapsed_s, phases, report, ends_group=False)
+                self._settle(entry, None, error)
                 self._flush()
         deadlines = [deadline for entry in self.under_way.values() for deadline in self._deadlines(entry)]
         self.earliest = min(deadlines, default=math.inf)
@@ -248,13 +250,21 @@ class PendingTable:
         return ended
 
     def _timed_out(
-        self, entry: Pending, limit: Limit, elapsed_s: float, phases: Mapping[int, str], *, ends_group: bool
+        self,
+        entry: Pending,
+        limit: Limit,
+        elapsed_s: float,
+        phases: Mapping[int, str],
+        report: str,
+        *,
+        ends_group: bool,
     ) -> StepTimeout:
         silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
         outcome = "the group ends; the stacks of its ranks are in the log" if ends_group else "the group lives on"
+        where = f"\n{report}" if report else ""
         return StepTimeout(
             f"{entry}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "
-            f"s: {outcome}",
+            f"s: {outcome}{where}",
             step=entry.step,
             elapsed_s=elapsed_s,
             limit_s=limit.seconds,

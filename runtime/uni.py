@@ -13,10 +13,11 @@ from typing import Any
 
 from stepcast.bus import codec
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.bus.errors import Closed, StepcastError
+from stepcast.bus.errors import Closed, StepcastError, StepTimeout
 from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
+from stepcast.bus.verdicts import Verdict, Work, judge
 from stepcast.workers.base import RankInfo, Worker
 from stepcast.workers.board import Board
 from stepcast.workers.loading import load_worker_class
@@ -29,6 +30,7 @@ from .interrupts import HeldInterrupts
 from .pending import PendingTable
 from .state import GroupState, can_change
 from .step import Pending, Request, StepFuture
+from .vitals import describe, work_on
 
 #: Python refuses to wait for longer than some centuries, which a step's own limit may be.
 _LONGEST_WAIT_S = 3600.0
@@ -144,9 +146,15 @@ class UniGroup:
         with self._changed:
             status = self._board.status
             age_s = (time.monotonic_ns() - status.since_ns) / 1e9
+            work = self._work(age_s)
+            if isinstance(self.failure, StepTimeout) and status.phase is not Phase.GONE:
+                verdict = Verdict.STUCK
+            else:
+                interval_s = self.config.heartbeat_interval_s
+                verdict = judge(status.phase, work, silent=False, activity=None, interval_s=interval_s)
             return GroupHealth(
                 state=self.state.value,
-                ok=self.state.accepts_steps,
+                ok=self.state.accepts_steps and verdict.is_healthy,
                 failure=None if self.failure is None else str(self.failure),
                 epoch=self.epoch,
                 published=self._sequence,
@@ -157,6 +165,8 @@ class UniGroup:
                     RankHealth(
                         rank=0,
                         pid=os.getpid(),
+                        verdict=str(verdict),
+                        detail=describe(verdict, status.phase, work, age_s),
                         phase=str(status.phase),
                         phase_age_s=age_s,
                         step=status.step,
@@ -165,6 +175,11 @@ class UniGroup:
                     ),
                 ),
             )
+
+    def _work(self, phase_age_s: float) -> Work | None:
+        now = self.clock()
+        entry = next(iter(self._pending.under_way.values()), None)
+        return None if entry is None else work_on(entry, 0, now, now - phase_age_s)
 
     def request_stop(self) -> None:
         """Ask for the end of the group, and return at once."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stepcast.bus.errors import StepFailed as StepFailed
     from stepcast.bus.errors import StepTimeout as StepTimeout
     from stepcast.bus.errors import WorkerLost as WorkerLost
+    from stepcast.bus.verdicts import Verdict as Verdict
     from stepcast.runtime.async_executor import AsyncExecutor as AsyncExecutor
     from stepcast.runtime.config import ExecutorConfig as ExecutorConfig
     from stepcast.runtime.executor import Executor as Executor
@@ -44,6 +45,7 @@ _HOMES = {
         "StepcastError",
         "WorkerLost",
     ),
+    "stepcast.bus.verdicts": ("Verdict",),
     "stepcast.runtime.async_executor": ("AsyncExecutor",),
     "stepcast.runtime.config": ("ExecutorConfig",),
     "stepcast.runtime.executor": ("Executor",),

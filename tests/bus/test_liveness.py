@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepcast.bus.liveness import HeartbeatTimer, Phase, RankLiveness, TailGap
+from stepcast.bus.liveness import HeartbeatTimer, Phase, RankLiveness, Silence, TailGap
 
 NOW = 1000.0
 
@@ -29,6 +30,25 @@ def test_any_publication_puts_the_heartbeat_off_by_an_interval() -> None:
     assert timer.remaining_s(NOW + 2.0) == 1.5
     timer.published(NOW + 10.0)
     assert timer.remaining_s(NOW + 10.0) == 2.0
+
+
+def test_a_heartbeat_is_due_one_interval_after_the_last_one() -> None:
+    """Whatever was published before it."""
+    timer = HeartbeatTimer(2.0, NOW)
+    timer.published(NOW + 1.0)
+    timer.sent(NOW + 3.0)
+    assert timer.remaining_s(NOW + 3.0) == 2.0
+
+
+def test_a_rank_that_was_not_heard_is_asked_though_something_is_published_all_the_time() -> None:
+    """Once in an interval; a rank that answers the steps needs no heartbeat."""
+    timer = HeartbeatTimer(2.0, NOW)
+    timer.published(NOW + 2.9)
+    assert timer.remaining_s(NOW + 3.0, oldest_heard=NOW + 2.5) == 1.5
+    assert timer.remaining_s(NOW + 3.0, oldest_heard=NOW + 0.5) == -0.5
+    timer.sent(NOW + 3.0)
+    timer.published(NOW + 4.9)
+    assert timer.remaining_s(NOW + 4.9, oldest_heard=NOW + 0.5) == pytest.approx(0.1)
 
 
 def test_asking_does_not_change_when_it_is_due() -> None:
@@ -168,3 +188,54 @@ def test_a_loss_is_proven_by_two_heartbeats_in_a_row_and_by_nothing_else(
         missing = idle and received < highest
         assert tail.heartbeat(highest, received, idle=idle) == (missing and before == received)
         before = received if missing else None
+
+
+# --- Whether a rank is silent ---------------------------------------------------------------------------------------
+
+
+def looked_at(silence: Silence, *moments: float, last_heard: float = NOW) -> Silence:
+    for moment in moments:
+        silence.look(NOW + moment, last_heard)
+    return silence
+
+
+def test_a_rank_that_nobody_has_asked_is_not_silent() -> None:
+    """However long nothing was heard: nothing was to be heard."""
+    silence = looked_at(Silence(2.0), 1, 2, 3, 100)
+    assert (silence.is_silent, silence.unanswered, silence.silent_s) == (False, 0, 0.0)
+
+
+def test_a_rank_is_silent_after_two_heartbeats_and_an_interval_and_a_half() -> None:
+    """Neither is enough alone."""
+    silence = Silence(2.0)
+    silence.asked(NOW + 2, NOW)
+    assert not looked_at(silence, 3, 4, 5, 6).is_silent  # one heartbeat
+    silence = Silence(2.0)
+    silence.asked(NOW + 2, NOW)
+    looked_at(silence, 3)
+    silence.asked(NOW + 4, NOW)
+    assert not silence.is_silent
+    assert looked_at(silence, 5).is_silent
+    assert (silence.unanswered, silence.silent_s) == (2, 3.0)
+
+
+def test_any_message_ends_the_silence() -> None:
+    """It counts from the next heartbeat on again."""
+    silence = Silence(2.0)
+    silence.asked(NOW + 2, NOW)
+    looked_at(silence, 3)
+    silence.asked(NOW + 4, NOW)
+    assert looked_at(silence, 5).is_silent
+    looked_at(silence, 6, last_heard=NOW + 5.5)
+    assert (silence.is_silent, silence.unanswered, silence.silent_s) == (False, 0, 0.0)
+    silence.asked(NOW + 6, NOW + 5.5)
+    assert not looked_at(silence, 7, 8, last_heard=NOW + 5.5).is_silent
+
+
+def test_the_time_in_which_the_driver_did_not_look_counts_for_half_an_interval() -> None:
+    """Its own stop is no silence of the rank's."""
+    silence = Silence(2.0)
+    silence.asked(NOW + 2, NOW)
+    silence.asked(NOW + 600, NOW)
+    assert (silence.is_silent, silence.silent_s) == (False, 1.0)
+    assert looked_at(silence, 601, 602).is_silent

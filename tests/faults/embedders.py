@@ -56,6 +56,23 @@ def has_ended(pid: int) -> bool:
 # --- To be killed, or interrupted -----------------------------------------------------------------------------------
 
 
+def look_on(config: ExecutorConfig, argument: Any) -> None:
+    """Ask for the health all the time, until told to go; then run a step."""
+    with Executor(config) as executor:
+        executor.step("warm")
+        note(config, "ready")
+        red: list[str] = []
+
+        def told_to_go() -> bool:
+            health = executor.health()
+            red.extend(rank.detail for rank in health.ranks if not health.ok)
+            return is_there(config, "go")
+
+        wait_until(told_to_go)
+        print("red:", red)
+        print("step:", executor.step("on", gather=True))
+
+
 def start(config: ExecutorConfig, argument: Any) -> None:
     """Start, and come no further."""
     if config.start_method == "fork" and '"at": "spawning"' in config.worker_env[signs.PLAN]:
@@ -318,6 +335,7 @@ SCENARIOS: dict[str, Scenario] = {
         interrupted_start_and_on,
         leave,
         leave_with_a_daemon_thread_in_a_step,
+        look_on,
         raise_in_the_body,
         shut_down_from_elsewhere,
         start,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import signal
 import sys
@@ -22,9 +23,15 @@ PLAN = "FAULT_PLAN"
 #: The note that a process leaves in its last moment.
 KILLED = "killed"
 
+#: The file that holds the locks, and where in it the semaphore is.
+LOCKS = "locks"
+SEMAPHORE_AT = 64
+
+_NAP_S = 0.12
 _POLL_INTERVAL_S = 0.002
 _WAIT_S = 30.0
 _FOREVER_S = 600
+_mapped: list[mmap.mmap] = []
 
 
 def note(directory: str | Path, name: str) -> None:
@@ -68,6 +75,25 @@ def hold_gil(*_: Any) -> None:
     lock = ctypes.PyDLL(None).pthread_mutex_lock
     lock(unlocked)
     lock(unlocked)
+
+
+def _locks(plan: dict[str, Any]) -> int:
+    """The address of two locks that the test holds, a spin lock and a semaphore; in memory that it shares."""
+    with Path(plan["dir"], LOCKS).open("r+b") as file:
+        _mapped.append(mmap.mmap(file.fileno(), 0))
+    return ctypes.addressof(ctypes.c_char.from_buffer(_mapped[-1]))
+
+
+def _spin(plan: dict[str, Any], phase: str, rank: int) -> str:
+    """Compute, in C code that lets no other Python thread run, until the test lets go."""
+    ctypes.PyDLL(None).pthread_spin_lock(ctypes.c_void_p(_locks(plan)))
+    return "spun"
+
+
+def _doze(plan: dict[str, Any], phase: str, rank: int) -> str:
+    """Wait, in C code that lets no other Python thread run, until the test lets go."""
+    ctypes.PyDLL(None).sem_wait(ctypes.c_void_p(_locks(plan) + SEMAPHORE_AT))
+    return "dozed"
 
 
 def ignore_sigterm(*_: Any) -> None:
@@ -125,6 +151,7 @@ def _raise(plan: dict[str, Any], phase: str, rank: int) -> NoReturn:
 ACTIONS: dict[str, Callable[[dict[str, Any], str, int], Any]] = {
     "block": block,
     "die": _die,
+    "doze": _doze,
     "exit": lambda *_: sys.exit(3),
     "exit_0": lambda *_: sys.exit(0),
     "hold_gil": hold_gil,
@@ -133,7 +160,9 @@ ACTIONS: dict[str, Callable[[dict[str, Any], str, int], Any]] = {
     "os_exit": lambda *_: os._exit(7),
     "raise": _raise,
     "segfault": segfault,
+    "nap": lambda *_: time.sleep(_NAP_S),
     "shout": _shout,
+    "spin": _spin,
     "wait_for_go": _wait_for_go,
     "wait_for_orphanhood": _wait_for_orphanhood,
 }

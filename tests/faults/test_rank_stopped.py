@@ -11,7 +11,7 @@ import pytest
 
 from stepcast import Executor, StepTimeout
 from tests.faults.rig import METHODS, Stage
-from tests.harness import process_has_ended
+from tests.harness import process_has_ended, wait_until
 
 LIMIT_S = 1.5
 METHOD = pytest.mark.parametrize("method", METHODS)
@@ -29,12 +29,14 @@ def test_a_stopped_rank_is_waited_for(stage: Stage, method: str) -> None:
             with pytest.raises(concurrent.futures.TimeoutError):
                 future.result(1.0)
             health = executor.health()
-            assert health.ok
+            assert not health.ok
+            assert [rank.verdict for rank in health.ranks] == ["idle", "stopped", "idle"]
             assert (health.ranks[1].phase, health.ranks[1].queue_depth) == ("step", 1)
             assert health.ranks[1].last_heard_s > 0.9
         finally:
             os.kill(pids[1], signal.SIGCONT)
         assert future.result(10) == ["a step"] * 3
+        wait_until(lambda: executor.health().ok)
         assert executor.step("the next") == "the next"
         assert executor.worker_pids == pids
 
@@ -77,8 +79,12 @@ def test_a_rank_past_the_step_limit_shows_its_stack_before_it_is_killed(
     assert "in execute" in stacks
 
 
-def test_a_stopped_rank_past_the_step_limit_is_killed(stage: Stage) -> None:
-    """It can't show a stack; SIGKILL ends it all the same."""
-    with Executor(stage.config(step_timeout_s=LIMIT_S)) as executor:
-        os.kill(executor.worker_pids[1], signal.SIGSTOP)
-        time_out(stage, executor, "a step")
+def test_a_stopped_rank_past_the_step_limit_is_killed(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """It can't show a stack, and the report says so; SIGKILL ends it all the same."""
+    with Executor(stage.config(step_timeout_s=LIMIT_S, heartbeat_interval_s=0.2)) as executor:
+        pid = executor.worker_pids[1]
+        os.kill(pid, signal.SIGSTOP)
+        error = time_out(stage, executor, "a step")
+
+    assert f"rank 1 is stopped (stopped by a signal (SIGSTOP; state T): kill -CONT {pid} lets it go on)" in str(error)
+    assert f"rank 1 (pid {pid}) is stopped (state T), and can give no stack" in caplog.text

@@ -18,7 +18,7 @@ from stepcast.runtime.config import BACKENDS, ENVIRONMENT_PREFIX, LOG_FORMATS, L
 WORKER = "package.module:Class"
 TYPES = {each.name: str(each.type) for each in fields(ExecutorConfig)}
 INTS = [name for name, kind in TYPES.items() if kind == "int"]
-SECONDS = [name for name, kind in TYPES.items() if kind == "float"]
+SECONDS = [name for name, kind in TYPES.items() if kind.startswith("float")]
 TEXTS = [name for name, kind in TYPES.items() if kind == "str"]
 MAPPINGS = [name for name, kind in TYPES.items() if kind.startswith("Mapping")]
 
@@ -63,7 +63,8 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
     """The error names the field, the value, the type that it must have and the one that it has."""
     wrong: list[tuple[str, Any]] = [
         *((name, value) for name in INTS for value in ("3", 1.5, None, True)),
-        *((name, value) for name in SECONDS for value in ("1", None, True, [1.0])),
+        *((name, value) for name in SECONDS for value in ("1", True, [1.0])),
+        *((name, None) for name in SECONDS if TYPES[name] == "float"),
         *((name, value) for name in TEXTS for value in (1, None, b"text")),
         *((name, value) for name in MAPPINGS for value in (None, "a=b", ["a"], 1)),
         *((name, 1) for name, kind in TYPES.items() if kind == "str | None"),
@@ -86,7 +87,15 @@ def test_whole_seconds_may_be_given_as_an_int() -> None:
     """An int is as good as a float, up to the largest limit."""
     for name in SECONDS:
         for value in (2, 2_000_000):
-            assert getattr(config(**{name: value}), name) == value
+            assert getattr(config(**{"heartbeat_interval_s": 0.1, name: value}), name) == value
+
+
+def test_the_limit_for_unresponsive_ranks_leaves_time_to_find_them() -> None:
+    """Three heartbeat intervals; none is the default."""
+    assert config().unresponsive_timeout_s is None
+    assert config(heartbeat_interval_s=0.5, unresponsive_timeout_s=1.5).unresponsive_timeout_s == 1.5
+    text = refusal(heartbeat_interval_s=0.5, unresponsive_timeout_s=1.4)
+    assert text == "unresponsive_timeout_s=1.4: must be at least 3 times heartbeat_interval_s=0.5"
 
 
 def test_counts_and_sizes_below_one_are_refused() -> None:
@@ -252,6 +261,7 @@ def test_every_plain_field_can_be_given_by_a_variable() -> None:
     """STEPCAST_ and the field's name in capitals; numbers are parsed."""
     values: dict[str, Any] = {"worker": "m:D", "backend": "mp", "output_rank": 0, "start_method": "fork"}
     values |= {"log_format": "json", "log_level": "DEBUG"}
+    values["unresponsive_timeout_s"] = 7.5
     for name in set(TYPES) - set(MAPPINGS):
         value = values.get(name, {"int": 2, "float": 2.5}.get(TYPES[name], "text"))
         environ = {"STEPCAST_WORKER": WORKER, ENVIRONMENT_PREFIX + name.upper(): str(value)}

@@ -169,6 +169,7 @@ def test_a_step_past_the_groups_limit_ends_the_group(gate: Any) -> None:
         executor.step(3)
     assert caught.value.__cause__ is waiting.exception()
     assert executor.state is GroupState.FAILED
+    assert executor.health().ranks[0].verdict == "stuck"
     wait_until(lambda: told)
     executor.shutdown()
     gate.open()
@@ -198,9 +199,11 @@ def test_health_tells_what_the_rank_does(uni: Executor, gate: Any) -> None:
     health = uni.health()
     assert (health.state, health.ok, health.failure, health.in_flight) == ("ready", True, None, 1)
     assert (health.ranks[0].pid, health.ranks[0].step, health.ranks[0].queue_depth) == (os.getpid(), future.step, 1)
+    assert (health.ranks[0].verdict, health.ranks[0].detail[:12]) == ("busy", "in phase ste")
     gate.open()
     future.result(LIMIT_S)
     assert (uni.health().ranks[0].phase, uni.health().in_flight) == ("idle", 0)
+    assert uni.health().ranks[0].verdict == "idle"
 
 
 @pytest.mark.timeout(45)
