@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepcast.bus import codec
-from stepcast.bus.errors import ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
+from stepcast.bus.errors import Diverged, ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
+from stepcast.bus.frames import TALLY_START
 
+from .divergence import DivergenceWatch
 from .step import Limit, Outcomes, Pending
 
 
@@ -44,6 +46,8 @@ class PendingTable:
         self.give_out = self._outcomes.give_out
         self.earliest = math.inf
         self._carried: StepFailed | None = None
+        self._divergence = DivergenceWatch()
+        self._diverged: Diverged | None = None
         self.late = 0
         self.degraded = False
 
@@ -87,6 +91,11 @@ class PendingTable:
         if entry is None:
             return
         entry.times[rank] = times
+        if entry.tally is None:
+            entry.tally = times[TALLY_START:]
+        elif not times.endswith(entry.tally):
+            self._diverge(self._divergence.answers_differ(str(entry), entry.step, sequence, entry.times))
+            return
         is_answer = rank == entry.answer_rank
         if frames and (is_answer or entry.gather):
             if entry.settled:
@@ -127,6 +136,22 @@ class PendingTable:
         self.earliest = min(self.earliest, *self._deadlines(entry))
         self._judge(entry, rank)
 
+    def entered(self, rank: int, sequence: int, trail: Sequence[Sequence[int | str]]) -> None:
+        """Note the collectives that a rank has entered for a message that it works on.
+
+        Args:
+            rank: the rank.
+            sequence: the message.
+            trail: as in `DivergenceWatch.told`.
+        """
+        entry = self.under_way.get(sequence)
+        if entry is None or not entry.waiting >> rank & 1:
+            return
+        self._divergence.forget(next(iter(self.under_way)))
+        error = self._divergence.told(str(entry), entry.step, sequence, rank, trail, entry.times)
+        if error is not None:
+            self._diverge(error)
+
     def abort(self, step: int) -> bool:
         """Give a step the outcome `StepAborted`.
 
@@ -157,6 +182,8 @@ class PendingTable:
         Returns:
             The error with which the group must end; None where it lives on.
         """
+        if self._diverged is not None:
+            return self._diverged
         for entry in list(self.under_way.values()):
             if entry.failure is not None and now >= entry.failed_at + self._failure_grace_s:
                 return self._epoch_ended(entry, phases)
@@ -179,6 +206,11 @@ class PendingTable:
                 self._settle(entry, None, error)
         self._order.clear()
         self.under_way.clear()
+
+    def _diverge(self, error: Diverged) -> None:
+        """Have the next `expire` end the group. The message stays under way until then."""
+        self._diverged = self._diverged or error
+        self.earliest = -math.inf
 
     def _answered(self, rank: int, sequence: int) -> Pending | None:
         entry = self.under_way.get(sequence)

@@ -41,7 +41,7 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "output_rank": 0,
         "device": "cpu",
         "rendezvous": "file:///nowhere",
-        "process_group_timeout_s": 10.0,
+        "collective_timeout_s": 10.0,
         "worker": "stepcast.workers.echo:Echo",
         "run_id": bytes(16),
         "publish_endpoint": directory.endpoint("publish"),

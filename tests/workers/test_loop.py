@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     sequence: int
     step: int
     frames: Sequence[bytes | memoryview]
-    times: tuple[int, int, int] | None
+    times: tuple[int, int, int, int, int] | None
 
     @property
     def value(self) -> Any:
@@ -57,7 +57,7 @@ class Stream:
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: tuple[int, int, int] | None = None,
+        times: tuple[int, int, int, int, int] | None = None,
     ) -> None:
         self.phases.append(self.board.status.phase)
         self.answers.append(Answer(kind, sequence, step, frames, times))
@@ -356,6 +356,6 @@ def test_what_can_not_be_sent_in_a_text_is_replaced() -> None:
 
 def test_rank_info_knows_nothing_of_aborts_by_itself() -> None:
     """A worker that is tried out without a loop may ask all the same."""
-    info = RankInfo(rank=0, process_group_timeout_s=1.0, **PLACE)
+    info = RankInfo(rank=0, collective_timeout_s=1.0, **PLACE)
     assert not info.is_aborted(1)
     assert info.options == {}
