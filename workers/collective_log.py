@@ -42,7 +42,7 @@ class CollectiveLog:
         """
         if not self.is_mine:
             return
-        description = f"{name} {details}"
+        description = f"{name} {details}".rstrip()
         known = self._known.get(description)
         if known is None:
             if len(self._known) >= _MAX_KNOWN:

@@ -49,9 +49,8 @@ class Collectives(Worker):
         elif name == "broadcast":
             dist.broadcast(tensor, 0)
         elif name == "functional":
-            import torch.distributed._functional_collectives as functional  # noqa: PLC0415
-
-            tensor = functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
+            functional = torch.ops._c10d_functional
+            tensor = functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD.group_name))
         elif name == "gathered":
             out = torch.empty(self.info.world_size)
             dist.all_gather_single(out, tensor)
@@ -62,6 +61,8 @@ class Collectives(Worker):
             dist.all_reduce(tensor, group=self.pair)
         elif name == "abandoned":
             self.work = dist.all_reduce(tensor, async_op=True)
+        elif name == "abandoned_pair":
+            self.work = dist.all_reduce(tensor, group=self.pair, async_op=True)
         return tensor[0].item()
 
     def pids(self) -> int:
@@ -87,3 +88,12 @@ class ParkedWithoutGroup(Worker):
     """Wants to park where there is nothing to park in."""
 
     idle: ClassVar[str] = "collective"
+
+
+class LeavesTogether(Collectives):
+    """Its teardown is a collective, which rank 1 never enters."""
+
+    def teardown(self) -> None:
+        if self.info.rank == 1:
+            time.sleep(_LIMIT_S)
+        self.dist.barrier()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepcast import Executor, ExecutorConfig
-from stepcast.bus.errors import Diverged, StartupError, StepcastError, StepFailed, WorkerLost
+from stepcast.bus.errors import Diverged, StartupError, StepcastError, WorkerLost
 from stepcast.bus.tally import last_collective
 from tests.faults.rig import SETTINGS
 from tests.harness import wait_until
@@ -96,41 +99,33 @@ def test_a_rank_that_is_only_behind_is_not_diverged(tmp_path: Path) -> None:
         assert executor.step(["all_reduce"]) == [3.0]
 
 
-# Keepalive. The timeout is scaled down; what is idle for longer than that is idle for too long.
+# Keepalive. The timeout is scaled down; who is idle for longer than that is idle for too long.
 
 TIMEOUT_S = 2.0
 IDLE_S = 5.0
-KEEPALIVE = {"keepalive": "collective", "keepalive_every": 3, "collective_timeout_s": TIMEOUT_S}
-
-
-def idle(executor: Executor) -> None:
-    """Let the group idle, and no longer than it lives."""
-    until = time.monotonic() + IDLE_S
-    wait_until(lambda: executor.health().failure is not None or time.monotonic() >= until, IDLE_S + 5.0)
-
-
-def test_ranks_parked_in_a_broadcast_without_keepalive_die_of_its_timeout() -> None:
-    with Executor(config("Parked", collective_timeout_s=TIMEOUT_S)) as executor:
-        assert executor.step(["all_reduce"]) == [3.0]
-        wait_until(lambda: executor.health().ranks[1].phase == "parked")
-        idle(executor)
-        with pytest.raises(StepcastError, match="Timed out|timed out"):
-            executor.step(["all_reduce"])
-
-
-@pytest.mark.parametrize(
-    ("worker", "settings"),
-    [("Parked", KEEPALIVE), ("Collectives", KEEPALIVE), ("Collectives", {"collective_timeout_s": TIMEOUT_S})],
-    ids=["in a broadcast, collective", "on the bus, collective", "on the bus, bus"],
+KEEPALIVE = {"keepalive": "collective", "keepalive_every": 3}
+LIVING: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Parked", KEEPALIVE),
+    ("Collectives", KEEPALIVE),
+    ("Collectives", {}),
 )
-def test_idle_ranks_live_and_compute_the_next_step(worker: str, settings: dict[str, Any]) -> None:
-    with Executor(config(worker, **settings)) as executor:
-        assert executor.step(["all_reduce"]) == [3.0]
-        before = executor.health().published
-        idle(executor)
-        assert executor.health().failure is None
-        assert (executor.health().published > before) == ("keepalive" in settings)
-        assert executor.step(["all_reduce", "functional"]) == [3.0, 3.0]
+
+
+def test_idle_ranks_die_only_inside_a_broadcast_without_keepalive() -> None:
+    with contextlib.ExitStack() as stack:
+        start = functools.partial(config, collective_timeout_s=TIMEOUT_S)
+        living = [stack.enter_context(Executor(start(worker, **settings))) for worker, settings in LIVING]
+        dying = stack.enter_context(Executor(start("Parked")))
+        groups = [*living, dying]
+        assert [executor.step(["all_reduce"]) for executor in groups] == [[3.0]] * 4
+        wait_until(lambda: dying.health().ranks[1].phase == "parked")
+        idle_until = time.monotonic() + IDLE_S
+        wait_until(lambda: time.monotonic() >= idle_until)
+        with pytest.raises(StepcastError, match="Timed out"):
+            dying.step(["all_reduce"])
+        assert [executor.health().failure for executor in living] == [None] * 3
+        assert [executor.health().published > 2 for executor in living] == [True, True, False]
+        assert [executor.step(["all_reduce", "functional"]) for executor in living] == [[3.0, 3.0]] * 3
 
 
 def test_parked_ranks_take_steps_calls_and_stop_in_order() -> None:
@@ -158,10 +153,14 @@ def test_parking_in_a_broadcast_needs_a_process_group() -> None:
         Executor(config("ParkedWithoutGroup"))
 
 
-def test_a_collective_that_nobody_joined_does_not_hold_up_the_end() -> None:
-    with Executor(config(stop_timeout_s=FAR_S)) as executor:
-        executor.step({"0": ["all_reduce"], "1": ["all_reduce"]})
-        with pytest.raises(StepFailed):
-            executor.call("no_such_method")
+def test_a_rank_lost_while_the_others_tear_down_holds_up_nobody() -> None:
+    """The others are in a barrier that the lost one never enters: they are ended without it."""
+    with ThreadPoolExecutor(1) as thread:
+        executor = Executor(config("LeavesTogether", world_size=3, stop_timeout_s=FAR_S))
         began = time.monotonic()
-    assert time.monotonic() - began < FAR_S
+        stopping = thread.submit(executor.shutdown)
+        wait_until(lambda: {each.phase for each in executor.health().ranks} == {"stopping"})
+        os.kill(executor.worker_pids[1], signal.SIGKILL)
+        with contextlib.suppress(WorkerLost):
+            stopping.result(FAR_S)
+        assert time.monotonic() - began < FAR_S

@@ -54,6 +54,8 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "reply_timeout_s": 1.0,
         "linger_s": 0.1,
         "log_level": "INFO",
+        "check_collectives": True,
+        "keepalive": "bus",
         "arguments": ["script.py", "--flag"],
     }
     return BootConfig(**{**settings, **changes})
