@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from threading import get_ident
 from time import monotonic_ns
 
 from stepcast.bus.liveness import Phase
@@ -25,33 +25,40 @@ class CollectiveLog:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._thread = threading.get_ident()
-        self._known: dict[str, int] = {}
+        self._thread = get_ident()
+        self._known: dict[tuple[object, ...], tuple[int, int, str]] = {}
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread's collectives are counted."""
-        return threading.get_ident() == self._thread
-
-    def enter(self, name: str, details: str) -> None:
+    def enter(
+        self,
+        name: str,
+        dtype: object = None,
+        numel: int | None = None,
+        operation: object = None,
+        root: str | None = None,
+    ) -> None:
         """Note that a collective of all ranks is entered.
 
         Args:
             name: one of `COLLECTIVES`.
-            details: what else ranks must agree on.
+            dtype: of its first tensor, as torch prints it.
+            numel: that tensor's elements, where every rank's has as many.
+            operation: the reduction's operator, as torch prints it.
+            root: the rank that data comes from or goes to: "from 0", "to 0".
         """
-        if not self.is_mine:
+        if get_ident() != self._thread:
             return
-        description = f"{name} {details}".rstrip()
-        known = self._known.get(description)
+        key = (name, dtype, numel, operation, root)
+        known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            known = self._known[description] = signature(description)
+            description = _describe(*key)
+            known = self._known[key] = (signature(description), CODE_OF[name], description)
+        mark, code, description = known
         board = self._board
         waited_ns, count, fingerprint = board.tally
         count += 1
-        fingerprint = roll(fingerprint, known, CODE_OF[name])
+        fingerprint = roll(fingerprint, mark, code)
         board.tally = (waited_ns, count, fingerprint)
         board.trail.append((board.moment[2], count, fingerprint, description))
 
@@ -61,7 +68,7 @@ class CollectiveLog:
         Returns:
             What `end_wait` needs.
         """
-        if not self.is_mine:
+        if get_ident() != self._thread:
             return None
         board = self._board
         before = board.moment
@@ -80,3 +87,12 @@ class CollectiveLog:
         waited_ns, count, fingerprint = board.tally
         board.tally = (waited_ns + monotonic_ns() - board.moment[1], count, fingerprint)
         board.moment = before
+
+
+def _describe(name: str, dtype: object, numel: int | None, operation: object, root: str | None) -> str:
+    words = [name]
+    if dtype is not None:
+        words.append(str(dtype).removeprefix("torch.") + ("" if numel is None else f"[{numel}]"))
+    if operation is not None:
+        words.append(str(operation).rpartition(".")[2])
+    return " ".join(words if root is None else [*words, root])

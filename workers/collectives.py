@@ -47,6 +47,8 @@ _COLLECTIVE_OF = {
 }
 #: Those in which every rank's first tensor has the same size. In the others the ranks' parts may differ.
 _SAME_SIZE = frozenset({"all_reduce", "all_reduce_coalesced", "broadcast", "reduce"})
+_REDUCE = frozenset(name for name in _COLLECTIVE_OF.values() if "reduce" in name)
+_ROOT_OF = {"broadcast": "from", "scatter": "from", "gather": "to", "reduce": "to"}
 #: Timed, but not counted: each rank has its own.
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _NO_TIMEOUT = timedelta(0)
@@ -130,30 +132,23 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 def _override(name: str, collective: str | None) -> Callable[..., Work]:
+    same_size = collective in _SAME_SIZE
+    reduces, root = collective in _REDUCE, _ROOT_OF.get(collective or "")
+
     def method(self: CountingGroup, *args: Any, **kwargs: Any) -> Work:
         # Only in groups of all ranks: a rank need not be in another one, nor do what others do in theirs.
         if collective is not None and self.counted:
-            self.log.enter(collective, _describe(collective, args))
+            tensor, options = _first_tensor(args), args[-1] if args else None
+            self.log.enter(
+                collective,
+                None if tensor is None else tensor.dtype,
+                tensor.numel() if same_size and tensor is not None else None,
+                options.reduceOp.op if reduces and hasattr(options, "reduceOp") else None,
+                root if root is None else f"{root} {getattr(options, 'rootRank', '?')}",
+            )
         return TimedWork(getattr(self.inner, name)(*args, **kwargs), self.log)
 
     return method
-
-
-def _describe(collective: str, args: tuple[Any, ...]) -> str:
-    """Tell what every rank must say alike of a collective."""
-    tensor = _first_tensor(args)
-    options = args[-1] if args else None
-    words = []
-    if tensor is not None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        words.append(f"{dtype}[{tensor.numel()}]" if collective in _SAME_SIZE else dtype)
-    operation = getattr(options, "reduceOp", None)
-    if operation is not None:
-        words.append(str(getattr(operation, "op", operation)).rpartition(".")[2])
-    root = getattr(options, "rootRank", None)
-    if root is not None:
-        words.append(f"from {root}" if collective in ("broadcast", "scatter") else f"to {root}")
-    return " ".join(words)
 
 
 def _first_tensor(value: Any) -> Tensor | None:

@@ -14,8 +14,8 @@ def test_a_collective_is_counted_and_told_with_its_message() -> None:
     board = Board()
     log = CollectiveLog(board)
     board.moment = (Phase.STEP, 1, 7, 3)
-    log.enter("all_reduce", "float32[4] SUM")
-    log.enter("barrier", "")
+    log.enter("all_reduce", "torch.float32", 4, "RedOpType.SUM")
+    log.enter("barrier")
     first = roll(0, signature("all_reduce float32[4] SUM"), CODE_OF["all_reduce"])
     second = roll(first, signature("barrier"), CODE_OF["barrier"])
     assert board.tally == (0, 2, second)
@@ -40,7 +40,7 @@ def test_another_threads_collectives_are_left_out() -> None:
     log = CollectiveLog(board)
 
     def enter() -> None:
-        log.enter("barrier", "")
+        log.enter("barrier")
         log.end_wait(log.begin_wait())
 
     thread = threading.Thread(target=enter)
