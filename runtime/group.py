@@ -201,6 +201,7 @@ class Group:
 
     def health(self) -> GroupHealth:
         """Tell how every rank is doing, without asking them and without waiting."""
+        straggler = self.pending.straggler()
         with self.lock:
             now = self.clock()
             pids = {process.rank: process.pid for process in self.processes}
@@ -213,6 +214,7 @@ class Group:
                 published=self.publisher.sequence,
                 in_flight=self.publisher.in_flight,
                 in_flight_bytes=self.publisher.in_flight_bytes,
+                straggler=straggler,
                 dropped=dropped,
                 ranks=tuple(
                     RankHealth(

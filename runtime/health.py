@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .straggler import Straggler
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth:
@@ -41,6 +43,7 @@ class GroupHealth:
         published: messages published so far.
         in_flight: messages that some rank has not answered.
         in_flight_bytes: their bytes.
+        straggler: the rank that held up most of the last steps, and why; None where none did.
         dropped: counts of dropped messages by reason.
         ranks: every rank.
     """
@@ -52,5 +55,6 @@ class GroupHealth:
     published: int
     in_flight: int
     in_flight_bytes: int
+    straggler: Straggler | None
     dropped: Mapping[str, int]
     ranks: tuple[RankHealth, ...]

@@ -17,6 +17,10 @@ from stepcast.bus.frames import TALLY_START
 
 from .divergence import DivergenceWatch
 from .step import Limit, Outcomes, Pending
+from .straggler import Straggler, Timed, describe_waiting, find_straggler
+
+#: How many of the last steps the search for a slow rank looks at.
+_WINDOW = 64
 
 
 class PendingTable:
@@ -46,6 +50,8 @@ class PendingTable:
         self.give_out = self._outcomes.give_out
         self.earliest = math.inf
         self._carried: StepFailed | None = None
+        #: Step, publication and times of the last steps, as in `Timed`: looked at only when somebody asks.
+        self._answered_steps: deque[tuple[int, float, dict[int, bytes]]] = deque(maxlen=_WINDOW)
         self._divergence = DivergenceWatch()
         self._diverged: Diverged | None = None
         self.late = 0
@@ -172,6 +178,10 @@ class PendingTable:
         """The clock's reading at which `expire` may have something to do; never later than when it has."""
         return self.earliest if self.under_way else None
 
+    def straggler(self) -> Straggler | None:
+        """What held up most of the last steps, if anything did. Needs no lock: it would hold up a step."""
+        return find_straggler(Timed(*each) for each in tuple(self._answered_steps))
+
     def expire(self, now: float, phases: Mapping[int, str]) -> StepcastError | None:
         """Judge what is late.
 
@@ -224,6 +234,7 @@ class PendingTable:
     def _judge(self, entry: Pending, rank: int) -> None:
         if not entry.waiting:
             del self.under_way[entry.sequence]
+            self._answered_steps.append((entry.step, entry.published_at, entry.times))
             self.degraded = entry.failure is not None
             if entry.failure is not None and entry.settled:
                 self._carried = entry.failure
@@ -283,10 +294,14 @@ class PendingTable:
         self, entry: Pending, limit: Limit, elapsed_s: float, phases: Mapping[int, str], *, ends_group: bool
     ) -> StepTimeout:
         silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
+        why = describe_waiting(entry.missing(), phases)
+        straggler = self.straggler()
+        if straggler is not None:
+            why += f"; before, {straggler}"
         outcome = "the group ends; the stacks of its ranks are in the log" if ends_group else "the group lives on"
         return StepTimeout(
             f"{entry}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "
-            f"s: {outcome}",
+            f"s{why}: {outcome}",
             step=entry.step,
             elapsed_s=elapsed_s,
             limit_s=limit.seconds,

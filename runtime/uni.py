@@ -144,6 +144,7 @@ class UniGroup:
                 published=self._sequence,
                 in_flight=len(self._in_flight),
                 in_flight_bytes=sum(self._in_flight.values()),
+                straggler=None,
                 dropped={"late": self._pending.late},
                 ranks=(
                     RankHealth(

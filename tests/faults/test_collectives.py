@@ -164,3 +164,13 @@ def test_a_rank_lost_while_the_others_tear_down_holds_up_nobody() -> None:
         with contextlib.suppress(WorkerLost):
             stopping.result(FAR_S)
         assert time.monotonic() - began < FAR_S
+
+
+def test_health_names_the_rank_that_the_others_wait_for() -> None:
+    with Executor(config(world_size=3)) as executor:
+        for _ in range(4):
+            executor.step({"0": ["all_reduce"], "1": ["nap", "all_reduce"], "2": ["all_reduce"]}, gather=True)
+        straggler = executor.health().straggler
+        assert straggler is not None
+        assert (straggler.rank, straggler.cause) == (1, "compute")
+        assert straggler.lead_s > 0.05
