@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -220,9 +220,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse(variable: str, type_name: str, text: str) -> Any:
-    converter = {"int": int, "float": float, "bool": _parse_bool}.get(type_name, str)
+    converters: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _parse_bool}
     try:
-        return converter(text)
+        return converters.get(type_name, str)(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r}: must be of type {type_name}") from None
 

@@ -24,12 +24,12 @@ class Entered(NamedTuple):
     """A rank's tally after it has entered a collective.
 
     Attributes:
-        count: collectives entered so far.
+        number: collectives entered so far.
         fingerprint: which ones.
         description: the last one.
     """
 
-    count: int
+    number: int
     fingerprint: int
     description: str
 
@@ -69,7 +69,7 @@ class DivergenceWatch:
         mine = trails[rank] = [Entered(int(count), int(mark), str(text)) for count, mark, text in trail]
         finals = _finals(answered)
         disagree = any(_differ(mine, theirs) for other, theirs in trails.items() if other != rank) or any(
-            mine[0].count > final.count or _differ(mine, [final]) for other, final in finals.items() if other != rank
+            mine[0].number > final.number or _differ(mine, [final]) for other, final in finals.items() if other != rank
         )
         return _diverged(name, step, trails, finals) if disagree else None
 
@@ -104,23 +104,25 @@ def _finals(answered: Mapping[int, bytes]) -> dict[int, Entered]:
 
 
 def _differ(one: Sequence[Entered], other: Sequence[Entered]) -> bool:
-    marks = {each.count: each.fingerprint for each in one}
-    return any(marks.get(each.count, each.fingerprint) != each.fingerprint for each in other)
+    marks = {each.number: each.fingerprint for each in one}
+    return any(marks.get(each.number, each.fingerprint) != each.fingerprint for each in other)
 
 
 def _diverged(name: str, step: int, trails: Mapping[int, Sequence[Entered]], finals: Mapping[int, Entered]) -> Diverged:
     last = {rank: trail[0] for rank, trail in trails.items()}
-    last.update((rank, final) for rank, final in finals.items() if rank not in last or last[rank].count != final.count)
+    last.update(
+        (rank, final) for rank, final in finals.items() if rank not in last or last[rank].number != final.number
+    )
     ranks = sorted(last)
     told = "; ".join(
-        f"rank {rank} {'answered after' if rank in finals else 'has entered'} {last[rank].count}"
-        + (f", the last {last[rank].description}" if last[rank].count else "")
+        f"rank {rank} {'answered after' if rank in finals else 'has entered'} {last[rank].number}"
+        + (f", the last {last[rank].description}" if last[rank].number else "")
         for rank in ranks
     )
     return Diverged(
         f"{name}: the ranks disagree on its collectives: {told}: the group has ended; have every rank enter the same "
         "collectives in the same order, whatever its rank and its data, and start a new executor",
         step=step,
-        counts={rank: last[rank].count for rank in ranks},
+        counts={rank: last[rank].number for rank in ranks},
         last={rank: last[rank].description for rank in ranks},
     )

@@ -1,9 +1,9 @@
 """Which rank is slow, and why: from the times that come with every answer. Pure, and computed only when asked.
 
 A rank's part of a step has three pieces: the way to it (from the publication until its loop had the message), its own
-work, and what it waited in collectives. Ranks that wait there wait for another: so the slow one is that whose way and own
-work together are the longest, and the larger of its two leads over the others says why. Where no rank leads and yet all
-have waited, the collectives themselves are slow.
+work, and what it waited in collectives. Ranks that wait there wait for another: so the slow one is that whose way and
+own work together are the longest, and the larger of its two leads over the others says why. Where no rank leads and yet
+all have waited, the collectives themselves are slow.
 
 The driver's clock and the ranks' are the same one on one host (CLOCK_MONOTONIC).
 """

@@ -66,7 +66,7 @@ def register_backend(log: CollectiveLog, world_size: int) -> str:
     """
     if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001 - torch has no other way to ask
 
-        def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> CountingGroup:
+        def create(store: Any, rank: int, size: int, timeout: timedelta) -> CountingGroup:
             return CountingGroup(store, rank, size, timeout, log, counted=size == world_size)
 
         dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
@@ -86,9 +86,10 @@ class CountingGroup(ProcessGroup):
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, log: CollectiveLog, *, counted: bool
+        self, store: Any, rank: int, size: int, timeout: timedelta, log: CollectiveLog, *, counted: bool
     ) -> None:
-        super().__init__(rank, size)  # the only constructor that lets Python override the methods
+        # The only constructor that lets Python override the methods; torch's stubs do not know it.
+        super().__init__(rank, size)  # type: ignore[call-arg]
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.inner = ProcessGroup(store, rank, size)
         for group in (self, self.inner):
@@ -143,7 +144,7 @@ def _override(name: str, collective: str | None) -> Callable[..., Work]:
                 collective,
                 None if tensor is None else tensor.dtype,
                 tensor.numel() if same_size and tensor is not None else None,
-                options.reduceOp.op if reduces and hasattr(options, "reduceOp") else None,
+                options.reduceOp.op if options is not None and reduces and hasattr(options, "reduceOp") else None,
                 root if root is None else f"{root} {getattr(options, 'rootRank', '?')}",
             )
         return TimedWork(getattr(self.inner, name)(*args, **kwargs), self.log)
