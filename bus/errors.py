@@ -216,13 +216,15 @@ class Diverged(StepcastError):
 
     Attributes:
         step: the id of the step.
-        counts: collectives entered, by rank.
+        counts: collectives entered, by rank, of the ranks that have told.
+        last: the last collective of each of them; "none" where there was none.
     """
 
-    def __init__(self, message: str, *, step: int, counts: Mapping[int, int]) -> None:
+    def __init__(self, message: str, *, step: int, counts: Mapping[int, int], last: Mapping[int, str]) -> None:
         super().__init__(message)
         self.step = step
         self.counts = dict(counts)
+        self.last = dict(last)
 
 
 class Closed(StepcastError):

@@ -19,7 +19,8 @@ before anything in it is decoded:
     44     4      rank; -1 for the driver
     ====== ====== ==============================================================
 
-In RESULT and FAILURE the rank's times (`Times`) stand between the header and the payload.
+In RESULT and FAILURE the rank's times (`Times`) stand between the header and the payload, the tally of its collectives
+last: so whether two ranks agree on them is a comparison of bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 MAGIC = b"scb"
-VERSION = 1
+VERSION = 2
 DRIVER_RANK = -1
 
 #: Sequenced messages, read by a worker's loop thread.
@@ -100,26 +101,32 @@ class Header(NamedTuple):
 
 
 class Times(NamedTuple):
-    """When a rank worked on a message.
+    """When a rank worked on a message, and the collectives that it entered for it.
 
     Attributes:
         received_ns: CLOCK_MONOTONIC of that host when its loop had the message, in nanoseconds.
         compute_ns: nanoseconds from there to the answer.
         waited_ns: the part of them spent waiting in collectives.
+        collectives: how many of them it has entered; 0 where they are not counted.
+        fingerprint: which ones, as `stepcast.bus.tally` draws it.
     """
 
     received_ns: int
     compute_ns: int
     waited_ns: int
+    collectives: int
+    fingerprint: int
 
 
 _HEADER = struct.Struct("<c3sBBH16sIQQi")
 #: The same bytes, with what is only compared in one piece: opening, kind, flags, identity, sequence, step, rank.
 GROUPED = struct.Struct("<5sBH20sQQi")
-_TIMES = struct.Struct("<QQQ")
-_TIMED_HEADER = struct.Struct(_HEADER.format + "QQQ")
+_TIMES = struct.Struct("<QQQQQ")
+_TIMED_HEADER = struct.Struct(_HEADER.format + "QQQQQ")
 HEADER_BYTES = _HEADER.size
 TIMES_BYTES = _TIMES.size
+#: Where the tally of the collectives begins in the times.
+TALLY_START = 24
 
 _CLASS_OF: dict[int, bytes] = {
     **dict.fromkeys((Kind.BEGIN, Kind.STEP, Kind.CALL, Kind.KEEPALIVE, Kind.STOP), STEP_CLASS),
@@ -174,7 +181,7 @@ class Wire:
         )
 
     def pack_timed(
-        self, kind: int, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int]
+        self, kind: int, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int, int, int]
     ) -> bytes:
         """Pack the header of a RESULT or FAILURE, and the times behind it.
 
@@ -221,7 +228,7 @@ class Wire:
         return BadFrame(f"epoch {epoch}, expected {self._epoch}", "epoch")
 
 
-def pack_times(times: tuple[int, int, int]) -> bytes:
+def pack_times(times: tuple[int, int, int, int, int]) -> bytes:
     """Pack times alone, for `parse_times`.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ else:
 ENVIRONMENT_PREFIX = "STEPCAST_"
 BACKENDS = ("mp", "uni")
 START_METHODS = ("spawn", "fork", "forkserver")
+KEEPALIVES = ("bus", "collective")
 LOG_FORMATS = ("console", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MIB = 1 << 20
@@ -65,7 +66,13 @@ class ExecutorConfig:
         kill_timeout_s: after SIGKILL, how long to wait for the kernel to end them.
         dump_timeout_s: how long to wait for stack dumps before a stuck group is ended.
         linger_s: how long a worker's threads, and then its last output, may take to end when it exits.
-        process_group_timeout_s: the limit of each collective in a worker's torch.distributed process group.
+        collective_timeout_s: the limit of each collective in a worker's torch.distributed process group.
+        check_collectives: whether the workers count their collectives, so that ranks that disagree on them are found
+            (`Diverged`) and the time waited in them is known.
+        keepalive: what an idle group does so that no collective times out: "bus" (nothing: ranks parked on the bus are
+            in none), or "collective" (a tiny one every `keepalive_every` heartbeats; needed where ranks park inside a
+            broadcast, `Worker.idle`).
+        keepalive_every: that number of heartbeat intervals; together at most a third of `collective_timeout_s`.
         run_dir: the directory that holds the run's private directory; None for the platform's temporary directory.
         log_format: "console" or "json": how lines are written where stepcast itself sets logging up (its command line).
         log_level: the level of the workers' own logging.
@@ -96,7 +103,10 @@ class ExecutorConfig:
     kill_timeout_s: float = 5.0
     dump_timeout_s: float = 0.5
     linger_s: float = 1.0
-    process_group_timeout_s: float = 600.0
+    collective_timeout_s: float = 600.0
+    check_collectives: bool = True
+    keepalive: str = "bus"
+    keepalive_every: int = 10
     run_dir: str | None = None
     log_format: str = "console"
     log_level: str = "INFO"
@@ -107,9 +117,10 @@ class ExecutorConfig:
         _check_worker(self.worker)
         _check_choice("backend", self.backend, (*BACKENDS, None))
         _check_choice("start_method", self.start_method, START_METHODS)
+        _check_choice("keepalive", self.keepalive, KEEPALIVES)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
-        for name in ("world_size", "max_in_flight", "max_in_flight_bytes", "max_message_bytes"):
+        for name in ("world_size", "max_in_flight", "max_in_flight_bytes", "max_message_bytes", "keepalive_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1")
         if not 0 <= self.output_rank < self.world_size:
@@ -122,6 +133,13 @@ class ExecutorConfig:
             raise ConfigError(
                 f"unresponsive_timeout_s={self.unresponsive_timeout_s!r}: must be at least 3 times "
                 f"heartbeat_interval_s={self.heartbeat_interval_s!r}"
+            )
+        interval_s = self.keepalive_every * self.heartbeat_interval_s
+        if self.keepalive == "collective" and interval_s > self.collective_timeout_s / 3:
+            raise ConfigError(
+                f"keepalive_every={self.keepalive_every} times heartbeat_interval_s={self.heartbeat_interval_s:g} is "
+                f"{interval_s:g} s, more than a third of collective_timeout_s={self.collective_timeout_s:g}: a rank "
+                "parked in a collective might time out; lower one of the first two, or raise the timeout"
             )
         _check_environment(self.worker_env)
         try:
@@ -211,11 +229,18 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse(variable: str, type_name: str, text: str) -> Any:
-    converter = {"int": int, "float": float}.get(type_name.removesuffix(" | None"), str)
+    converters: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _parse_bool}
     try:
-        return converter(text)
+        return converters.get(type_name.removesuffix(" | None"), str)(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r}: must be of type {type_name}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if value is None:
+        raise ValueError(text)
+    return value
 
 
 def _check_type(name: str, type_name: str, value: Any) -> None:
@@ -227,6 +252,8 @@ def _check_type(name: str, type_name: str, value: Any) -> None:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         if fits and not 0 < value <= _MAX_SECONDS:
             raise ConfigError(f"{name}={value!r}: must be a number of seconds above 0, at most {_MAX_SECONDS}")
+    elif type_name == "bool":
+        fits = isinstance(value, bool)
     elif type_name.startswith("Mapping"):
         fits = isinstance(value, Mapping)
     elif type_name in ("str", "str | None"):

@@ -204,6 +204,7 @@ class Group:
 
     def health(self) -> GroupHealth:
         """Tell how every rank is doing, without asking them and without waiting."""
+        straggler = self.pending.straggler()
         with self.lock:
             ranks = self.vitals.ranks(self.clock())
             dropped = {**self.replies.dropped, "late": self.pending.late, "malformed": self.inbox.malformed}
@@ -215,6 +216,7 @@ class Group:
                 published=self.publisher.sequence,
                 in_flight=self.publisher.in_flight,
                 in_flight_bytes=self.publisher.in_flight_bytes,
+                straggler=straggler,
                 dropped=dropped,
                 ranks=ranks,
             )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .straggler import Straggler
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth:
@@ -47,6 +49,7 @@ class GroupHealth:
         published: messages published so far.
         in_flight: messages that some rank has not answered.
         in_flight_bytes: their bytes.
+        straggler: the rank that held up most of the last steps, and why; None where none did.
         dropped: counts of dropped messages by reason.
         ranks: every rank.
     """
@@ -58,6 +61,7 @@ class GroupHealth:
     published: int
     in_flight: int
     in_flight_bytes: int
+    straggler: Straggler | None
     dropped: Mapping[str, int]
     ranks: tuple[RankHealth, ...]
 

@@ -18,6 +18,7 @@ from .pending import PendingTable
 
 _RESULT = int(Kind.RESULT)
 _IDLE = Phase.IDLE
+_IDLE_PHASES = (Phase.IDLE, Phase.PARKED)
 #: What a rank does with a message.
 _PHASE_OF = {int(Kind.STEP): Phase.STEP, int(Kind.CALL): Phase.CALL, int(Kind.STOP): Phase.STOPPING}
 
@@ -114,13 +115,14 @@ class Inbox:
             else:
                 self.broken[rank] = (exception_type, text, trace)
         elif header.kind in (Kind.ALIVE, Kind.READY):
-            phase, age_s = msgpack.unpackb(reply.frames[0])
+            phase, age_s, *rest = msgpack.unpackb(reply.frames[0])
             told.told(now, Phase(phase), float(age_s))
             told.sequence, told.step = header.sequence, header.step
             if header.kind == Kind.READY and phase == Phase.IDLE:
                 self.loaded.add(rank)
             if header.kind == Kind.ALIVE:
                 self._look_for_lost_answer(rank, told)
+                self._pending.entered(rank, header.sequence, rest[0])
         elif header.kind == Kind.HELLO:
             self.greeted[rank].add("step" if header.flags & Flag.STEP_SOCKET else "control")
         elif header.kind == Kind.BYE:
@@ -132,7 +134,7 @@ class Inbox:
     def _look_for_lost_answer(self, rank: int, told: RankLiveness) -> None:
         # The mirror image of a lost step: the rank is idle, and has answered more than has come here.
         answered = self._publisher.acknowledged(rank)
-        if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase is Phase.IDLE, now=told.last_heard):
+        if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase in _IDLE_PHASES, now=told.last_heard):
             self.unrecoverable = ProtocolError(
                 f"an answer of rank {rank} was lost: it says that it has answered message {told.sequence}, "
                 f"the last that came here is that to message {answered}; the group has ended: start a new executor",

@@ -23,6 +23,7 @@ from stepcast.workers.boot import EXIT_FAILED
 from . import failures, stacks
 from .config import ExecutorConfig
 from .group import Group
+from .keepalive import KeepalivePacer
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .output import OutputRelay
 from .pump import MONITOR_LOOK_S
@@ -83,6 +84,7 @@ class Monitor(threading.Thread):
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)
         self._relay = OutputRelay()
+        self._keepalive = KeepalivePacer(config.keepalive_every if config.keepalive == "collective" else None)
         now = clock()
         self._start_deadline = now + config.startup_timeout_s
         self._probe_interval_s = config.probe_interval_s
@@ -260,6 +262,9 @@ class Monitor(threading.Thread):
         if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
         elif self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0:
+            bus = self.group.publisher
+            if self.group.state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
+                self.group.publish_to_all(Kind.KEEPALIVE)
             if self.group.control(Kind.HEARTBEAT):
                 self.group.vitals.asked(now)
             self.group.heartbeat.sent(now)

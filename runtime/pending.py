@@ -12,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepcast.bus import codec
-from stepcast.bus.errors import ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
+from stepcast.bus.errors import Diverged, ProtocolError, StepAborted, StepcastError, StepFailed, StepTimeout
+from stepcast.bus.frames import TALLY_START
 
+from .divergence import DivergenceWatch
 from .step import Limit, Outcomes, Pending
+from .straggler import Straggler, Timed, describe_waiting, find_straggler
+
+#: How many of the last steps the search for a slow rank looks at.
+_WINDOW = 64
 
 
 class PendingTable:
@@ -44,6 +50,10 @@ class PendingTable:
         self.give_out = self._outcomes.give_out
         self.earliest = math.inf
         self._carried: StepFailed | None = None
+        #: Step, publication and times of the last steps, as in `Timed`: looked at only when somebody asks.
+        self._answered_steps: deque[tuple[int, float, dict[int, bytes]]] = deque(maxlen=_WINDOW)
+        self._divergence = DivergenceWatch()
+        self._diverged: Diverged | None = None
         self.late = 0
         self.degraded = False
 
@@ -87,6 +97,11 @@ class PendingTable:
         if entry is None:
             return
         entry.times[rank] = times
+        if entry.tally is None:
+            entry.tally = times[TALLY_START:]
+        elif not times.endswith(entry.tally):
+            self._diverge(self._divergence.answers_differ(str(entry), entry.step, sequence, entry.times))
+            return
         is_answer = rank == entry.answer_rank
         if frames and (is_answer or entry.gather):
             if entry.settled:
@@ -127,6 +142,22 @@ class PendingTable:
         self.earliest = min(self.earliest, *self._deadlines(entry))
         self._judge(entry, rank)
 
+    def entered(self, rank: int, sequence: int, trail: Sequence[Sequence[int | str]]) -> None:
+        """Note the collectives that a rank has entered for a message that it works on.
+
+        Args:
+            rank: the rank.
+            sequence: the message.
+            trail: as in `DivergenceWatch.told`.
+        """
+        entry = self.under_way.get(sequence)
+        if entry is None or not entry.waiting >> rank & 1:
+            return
+        self._divergence.forget(next(iter(self.under_way)))
+        error = self._divergence.told(str(entry), entry.step, sequence, rank, trail, entry.times)
+        if error is not None:
+            self._diverge(error)
+
     def abort(self, step: int) -> bool:
         """Give a step the outcome `StepAborted`.
 
@@ -147,6 +178,10 @@ class PendingTable:
         """The clock's reading at which `expire` may have something to do; never later than when it has."""
         return self.earliest if self.under_way else None
 
+    def straggler(self) -> Straggler | None:
+        """What held up most of the last steps, if anything did. Needs no lock: it would hold up a step."""
+        return find_straggler(Timed(*each) for each in tuple(self._answered_steps))
+
     def expire(self, now: float, phases: Mapping[int, str], report: str = "") -> StepcastError | None:
         """Judge what is late.
 
@@ -158,6 +193,8 @@ class PendingTable:
         Returns:
             The error with which the group must end; None where it lives on.
         """
+        if self._diverged is not None:
+            return self._diverged
         for entry in list(self.under_way.values()):
             if entry.failure is not None and now >= entry.failed_at + self._failure_grace_s:
                 return self._epoch_ended(entry, phases)
@@ -182,6 +219,11 @@ class PendingTable:
         self._order.clear()
         self.under_way.clear()
 
+    def _diverge(self, error: Diverged) -> None:
+        """Have the next `expire` end the group. The message stays under way until then."""
+        self._diverged = self._diverged or error
+        self.earliest = -math.inf
+
     def _answered(self, rank: int, sequence: int) -> Pending | None:
         entry = self.under_way.get(sequence)
         bit = 1 << rank
@@ -194,6 +236,7 @@ class PendingTable:
     def _judge(self, entry: Pending, rank: int) -> None:
         if not entry.waiting:
             del self.under_way[entry.sequence]
+            self._answered_steps.append((entry.step, entry.published_at, entry.times))
             self.degraded = entry.failure is not None
             if entry.failure is not None and entry.settled:
                 self._carried = entry.failure
@@ -260,11 +303,15 @@ class PendingTable:
         ends_group: bool,
     ) -> StepTimeout:
         silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
+        why = describe_waiting(entry.missing(), phases)
+        straggler = self.straggler()
+        if straggler is not None:
+            why += f"; before, {straggler}"
         outcome = "the group ends; the stacks of its ranks are in the log" if ends_group else "the group lives on"
         where = f"\n{report}" if report else ""
         return StepTimeout(
             f"{entry}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "
-            f"s: {outcome}{where}",
+            f"s{why}: {outcome}{where}",
             step=entry.step,
             elapsed_s=elapsed_s,
             limit_s=limit.seconds,

@@ -205,6 +205,7 @@ class Pending:
         waiting: a bit for each rank that has not answered.
         answers: what has been answered, by rank.
         times: when each rank worked on it, for `parse_times`, by rank.
+        tally: the collectives of the first rank that has answered, as they stand in its times.
         failure: the first failure that a rank reported.
         failed_at: when that was; never for an answer that only the driver could not read.
         ready: the outcome is known, and given out in its turn.
@@ -224,6 +225,7 @@ class Pending:
     waiting: int = 0
     answers: dict[int, Any] = field(default_factory=dict)
     times: dict[int, bytes] = field(default_factory=dict)
+    tally: bytes | None = None
     failure: StepFailed | None = None
     failed_at: float = math.inf
     ready: bool = False

@@ -160,6 +160,7 @@ class UniGroup:
                 published=self._sequence,
                 in_flight=len(self._in_flight),
                 in_flight_bytes=sum(self._in_flight.values()),
+                straggler=None,
                 dropped={"late": self._pending.late},
                 ranks=(
                     RankHealth(
@@ -237,7 +238,7 @@ class UniGroup:
         step: int = 0,  # noqa: ARG002
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,  # noqa: ARG002
-        times: tuple[int, int, int] | None = None,
+        times: tuple[int, int, int, int, int] | None = None,
     ) -> None:
         """The loop's answers."""
         with self._changed:
@@ -245,7 +246,7 @@ class UniGroup:
             if kind == Kind.FAILURE:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
             else:
-                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0)))
+                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0, 0, 0)))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:
@@ -286,7 +287,7 @@ class UniGroup:
                 output_rank=0,
                 device=config.device,
                 rendezvous=f"file://{self._directory.path}/rendezvous",
-                process_group_timeout_s=config.process_group_timeout_s,
+                collective_timeout_s=config.collective_timeout_s,
                 options=config.worker_options,
                 is_aborted=self._board.is_aborted,
             )

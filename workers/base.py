@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from .collective_log import CollectiveLog
 
 
 def _never(_step: int) -> bool:
@@ -23,8 +25,9 @@ class RankInfo:
         output_rank: the rank whose result answers a step.
         device: the device to compute on, such as "cpu".
         rendezvous: torch.distributed's `init_method`; new in each epoch.
-        process_group_timeout_s: the limit of each collective, in seconds.
+        collective_timeout_s: the limit of each collective, in seconds.
         options: `ExecutorConfig.worker_options`, as plain MessagePack values.
+        collective_log: where `init_process_group` has the collectives counted; None where they are not.
         is_aborted: asks whether the embedder has aborted a step (by its id). It becomes true at different moments on
             different ranks: never branch on it between collectives, only where the rank computes alone.
     """
@@ -36,8 +39,9 @@ class RankInfo:
     output_rank: int
     device: str
     rendezvous: str
-    process_group_timeout_s: float
+    collective_timeout_s: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    collective_log: CollectiveLog | None = None
     is_aborted: Callable[[int], bool] = _never
 
 
@@ -46,7 +50,14 @@ class Worker:
 
     Every method runs in the loop's thread, in the same order on every rank. Any other public method can be reached by
     `Executor.call(name, ...)`; names that begin with an underscore can't.
+
+    Attributes:
+        idle: where the ranks wait for the next message: each on the bus ("bus"), or rank 0 there and the others inside
+            a torch.distributed broadcast from it ("collective"), for which `setup` must have made a process group.
+            docs/keepalive.md compares the two.
     """
+
+    idle: ClassVar[str] = "bus"
 
     def setup(self, rank: RankInfo) -> None:
         """Bind the device, join the process group, load the weights. Runs once, before the first step.

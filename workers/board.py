@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 from stepcast.bus.liveness import Phase
+
+#: How many of the last collectives are told: ranks are seldom further apart.
+_TRAIL = 8
+#: The tally before the first collective of a message: the time waited, the count, the fingerprint.
+NO_COLLECTIVES = (0, 0, 0)
 
 
 class Status(NamedTuple):
@@ -29,12 +35,16 @@ class Board:
 
     Attributes:
         aborted: ids of steps that the embedder has aborted, added by the responder.
+        tally: nanoseconds waited in collectives for this message, how many were entered, and their fingerprint.
+        trail: the last collectives: the message's sequence number, count, fingerprint, description.
     """
 
     def __init__(self) -> None:
         #: phase, since_ns, sequence, step, as in `Status`: plain, since the loop replaces it twice in each step.
         self.moment = (Phase.STARTING, time.monotonic_ns(), 0, 0)
         self.aborted: set[int] = set()
+        self.tally = NO_COLLECTIVES
+        self.trail: deque[tuple[int, int, int, str]] = deque(maxlen=_TRAIL)
 
     @property
     def status(self) -> Status:
@@ -45,6 +55,18 @@ class Board:
         """Enter a phase, on the same message as before."""
         _, _, sequence, step = self.moment
         self.moment = (phase, time.monotonic_ns(), sequence, step)
+
+    def collectives(self, sequence: int) -> list[tuple[int, int, str]]:
+        """The last collectives entered for a message: count, fingerprint and description, the newest first.
+
+        Args:
+            sequence: the message's sequence number.
+        """
+        try:
+            trail = list(self.trail)
+        except RuntimeError:  # the loop thread has just added one: the next heartbeat will ask again
+            return []
+        return [entry[1:] for entry in reversed(trail) if entry[0] == sequence]
 
     def is_aborted(self, step: int) -> bool:
         """Tell whether the embedder has aborted a step."""

@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgpack
 
 from stepcast.bus import codec
+from stepcast.bus.errors import ConfigError
 from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
@@ -23,10 +24,11 @@ from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
 from .base import RankInfo, Worker
 from .board import Board
 from .boot_config import BootConfig
+from .collective_log import CollectiveLog
 from .death_watch import DriverWatch, die_with_parent_thread
 from .loading import load_worker_class
 from .log import configure_logging
-from .loop import WorkerLoop, describe_error
+from .loop import StepSource, WorkerLoop, describe_error
 from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
 
 #: Exit code after an exception that was reported to the driver.
@@ -35,6 +37,9 @@ EXIT_FAILED = 80
 _CONNECT_INTERVAL_S = 0.005
 #: The conventional exit code of a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
+
+#: Where ranks may wait for the next message, as in `Worker.idle`.
+IDLE_PLACES = ("bus", "collective")
 
 _log = logging.getLogger("stepcast.worker")
 
@@ -133,12 +138,13 @@ class _Rank:
             worker = self._set_up()
             loop = WorkerLoop(
                 worker,
-                self._steps,
+                self._step_source(worker),
                 self._replies,
                 self._board,
                 rank=boot.rank,
                 output_rank=boot.output_rank,
                 max_answer_bytes=boot.max_message_bytes,
+                keepalive=self._keep_alive if boot.keepalive == "collective" and worker.idle == "bus" else None,
             )
             self._tell(Phase.IDLE)
             loop.run()
@@ -148,7 +154,7 @@ class _Rank:
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status
             frames = codec.encode(describe_error(error))
-            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0))
+            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0, 0, 0))
             return EXIT_FAILED
         self._replies.send(Kind.BYE)
         return 0
@@ -167,12 +173,36 @@ class _Rank:
                 output_rank=boot.output_rank,
                 device=boot.device,
                 rendezvous=boot.rendezvous,
-                process_group_timeout_s=boot.process_group_timeout_s,
+                collective_timeout_s=boot.collective_timeout_s,
                 options=boot.options,
+                collective_log=CollectiveLog(self._board) if boot.check_collectives else None,
                 is_aborted=self._board.is_aborted,
             )
         )
         return worker
+
+    def _step_source(self, worker: Worker) -> StepSource:
+        boot = self._boot
+        if worker.idle not in IDLE_PLACES:
+            allowed = ", ".join(map(repr, IDLE_PLACES))
+            raise ConfigError(f"{type(worker).__name__}.idle={worker.idle!r}: must be one of {allowed}")
+        if worker.idle == "bus" or boot.world_size == 1:
+            return self._steps
+        if boot.keepalive == "bus" and boot.rank == 0:
+            _log.warning(
+                "ranks park inside a broadcast, and keepalive='bus' does not wake them: when idle for longer than "
+                "collective_timeout_s=%g they end; use keepalive='collective'",
+                boot.collective_timeout_s,
+            )
+        from .parking import park_in_broadcast  # noqa: PLC0415 - torch, for this one alone
+
+        return park_in_broadcast(self._steps, self._board, boot.collective_timeout_s)
+
+    def _keep_alive(self) -> None:
+        if "torch.distributed" in sys.modules:  # else this rank has no collectives
+            from .process_group import keep_alive  # noqa: PLC0415 - torch, where the worker has it
+
+            keep_alive(self._boot.device)
 
     def _tell(self, phase: Phase) -> None:
         self._board.enter(phase)

@@ -14,7 +14,7 @@ class BootConfig:
     """Everything that a rank's process is told before it can hear the bus.
 
     Attributes:
-        rank, local_rank, world_size, epoch, output_rank, device, rendezvous, process_group_timeout_s, options: as in
+        rank, local_rank, world_size, epoch, output_rank, device, rendezvous, collective_timeout_s, options: as in
             `RankInfo`.
         worker: the worker's class as ``module:Class`` or ``path/to/script.py:Class``.
         run_id: 16 bytes.
@@ -29,6 +29,8 @@ class BootConfig:
         reply_timeout_s: the longest that a reply may wait for the driver to read it.
         linger_s: the longest that the responder thread may take to end at exit.
         log_level: the level of the worker's own logging, as a name.
+        check_collectives: whether the worker's collectives are counted.
+        keepalive: as in `ExecutorConfig`.
         arguments: the driver's `sys.argv`: a script that is loaded for its worker class may read them.
     """
 
@@ -39,7 +41,7 @@ class BootConfig:
     output_rank: int
     device: str
     rendezvous: str
-    process_group_timeout_s: float
+    collective_timeout_s: float
     worker: str
     run_id: bytes
     publish_endpoint: str
@@ -52,6 +54,8 @@ class BootConfig:
     reply_timeout_s: float
     linger_s: float
     log_level: str
+    check_collectives: bool
+    keepalive: str
     arguments: Sequence[str]
     options: Mapping[str, Any] = field(default_factory=dict)
 

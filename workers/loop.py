@@ -15,7 +15,7 @@ from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Gap, Message
 
 from .base import Worker
-from .board import Board
+from .board import NO_COLLECTIVES, Board
 
 #: A traceback longer than this is cut in the middle: it has to fit in any message limit.
 _MAX_TRACEBACK_CHARS = 32_000
@@ -47,7 +47,7 @@ class ReplySink(Protocol):
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: tuple[int, int, int] | None = None,
+        times: tuple[int, int, int, int, int] | None = None,
     ) -> None:
         """Send a message to the driver."""
         ...
@@ -64,6 +64,7 @@ class WorkerLoop:
         rank: this rank.
         output_rank: the rank whose result is always sent.
         max_answer_bytes: the largest answer, in bytes of payload and buffers.
+        keepalive: what KEEPALIVE does; None for nothing.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class WorkerLoop:
         rank: int,
         output_rank: int,
         max_answer_bytes: int,
+        keepalive: Callable[[], None] | None = None,
     ) -> None:
         self._worker = worker
         self._steps = steps
@@ -84,6 +86,7 @@ class WorkerLoop:
         self._rank = rank
         self._always_answers = rank == output_rank
         self._max_answer_bytes = max_answer_bytes
+        self._keep_alive = keepalive
         self._asked_for = 0
         self._compute: dict[int, tuple[Phase, Callable[[Message], Any]]] = {
             Kind.BEGIN: (Phase.IDLE, self._begin),
@@ -129,7 +132,10 @@ class WorkerLoop:
         done_ns = monotonic_ns()
         # Idle before the reply: who has the reply may ask at once what the rank is doing.
         self._board.moment = (_IDLE, done_ns, sequence, step)
-        self._replies.send(kind, sequence, step, frames, 0, (received_ns, done_ns - received_ns, 0))
+        tally = self._board.tally
+        self._replies.send(kind, sequence, step, frames, 0, (received_ns, done_ns - received_ns, *tally))
+        if tally is not NO_COLLECTIVES:
+            self._board.tally = NO_COLLECTIVES
         if self._board.aborted:
             self._board.forget_aborts(step)
 
@@ -157,7 +163,10 @@ class WorkerLoop:
         return function(*args, **kwargs)
 
     def _keepalive(self, message: Message) -> None:
-        """Nothing to do: a rank that is parked in the bus has no collective that could time out."""
+        # In this thread: from another one, its collective would stand at a different place among the model's own.
+        _log.debug("keepalive at message %d", message.header.sequence)
+        if self._keep_alive is not None:
+            self._keep_alive()
 
 
 def describe_error(error: BaseException) -> list[str]:

@@ -141,7 +141,7 @@ class Responder(threading.Thread):
     def _answer_heartbeat(self, highest: int) -> None:
         status = self._board.status
         age_s = (time.monotonic_ns() - status.since_ns) / 1e9
-        payload: bytes = msgpack.packb([status.phase, age_s])
+        payload: bytes = msgpack.packb([status.phase, age_s, self._board.collectives(status.sequence)])
         self._replies.send(Kind.ALIVE, status.sequence, status.step, (payload,))
         if self._tail.heartbeat(highest, status.sequence, idle=status.phase is Phase.IDLE):
             self._replies.send(Kind.GAP, status.sequence + 1)

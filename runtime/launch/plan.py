@@ -46,7 +46,7 @@ def plan_ranks(
             output_rank=config.output_rank,
             device=config.device,
             rendezvous=f"file://{directory.path}/rendezvous-{epoch}",
-            process_group_timeout_s=config.process_group_timeout_s,
+            collective_timeout_s=config.collective_timeout_s,
             worker=worker_spec(config.worker),
             run_id=run_id,
             publish_endpoint=directory.endpoint("publish"),
@@ -59,6 +59,8 @@ def plan_ranks(
             reply_timeout_s=config.reply_timeout_s,
             linger_s=config.linger_s,
             log_level=config.log_level,
+            check_collectives=config.check_collectives,
+            keepalive=config.keepalive,
             arguments=list(sys.argv),
             options=dict(config.worker_options),
         )

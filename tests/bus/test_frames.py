@@ -74,9 +74,11 @@ def test_every_field_survives_the_round_trip(run_id: bytes, epoch: int, header: 
     assert wire.parse(head + payload) == header
 
 
-@given(st.sampled_from([Kind.RESULT, Kind.FAILURE]), u64, u64, ranks, u16, st.tuples(u64, u64, u64), st.binary())
+@given(
+    st.sampled_from([Kind.RESULT, Kind.FAILURE]), u64, u64, ranks, u16, st.tuples(u64, u64, u64, u64, u64), st.binary()
+)
 def test_the_times_travel_behind_the_header(
-    kind: Kind, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int], payload: bytes
+    kind: Kind, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int, int, int], payload: bytes
 ) -> None:
     """The header of a timed message is that of any other, and the times come back in their order."""
     head = WIRE.pack_timed(kind, sequence, step, rank, flags, times)
@@ -210,7 +212,7 @@ def test_a_bad_frame_is_foreign_unless_it_says_otherwise() -> None:
 
 
 def test_times_of_a_wrong_length_are_an_error() -> None:
-    """Times are exactly three numbers."""
+    """Times are exactly five numbers."""
     for length in (0, TIMES_BYTES - 1, TIMES_BYTES + 1):
         with pytest.raises(struct.error):
             parse_times(bytes(length))

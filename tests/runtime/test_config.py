@@ -20,6 +20,7 @@ TYPES = {each.name: str(each.type) for each in fields(ExecutorConfig)}
 INTS = [name for name, kind in TYPES.items() if kind == "int"]
 SECONDS = [name for name, kind in TYPES.items() if kind.startswith("float")]
 TEXTS = [name for name, kind in TYPES.items() if kind == "str"]
+SWITCHES = [name for name, kind in TYPES.items() if kind == "bool"]
 MAPPINGS = [name for name, kind in TYPES.items() if kind.startswith("Mapping")]
 
 
@@ -66,6 +67,7 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         *((name, value) for name in SECONDS for value in ("1", True, [1.0])),
         *((name, None) for name in SECONDS if TYPES[name] == "float"),
         *((name, value) for name in TEXTS for value in (1, None, b"text")),
+        *((name, value) for name in SWITCHES for value in (None, 1, "true")),
         *((name, value) for name in MAPPINGS for value in (None, "a=b", ["a"], 1)),
         *((name, 1) for name, kind in TYPES.items() if kind == "str | None"),
     ]
@@ -260,13 +262,22 @@ def test_a_stepcast_that_is_no_table_is_refused(tmp_path: Path) -> None:
 def test_every_plain_field_can_be_given_by_a_variable() -> None:
     """STEPCAST_ and the field's name in capitals; numbers are parsed."""
     values: dict[str, Any] = {"worker": "m:D", "backend": "mp", "output_rank": 0, "start_method": "fork"}
-    values |= {"log_format": "json", "log_level": "DEBUG"}
+    values |= {"log_format": "json", "log_level": "DEBUG", "keepalive": "bus"}
     values["unresponsive_timeout_s"] = 7.5
-    for name in set(TYPES) - set(MAPPINGS):
+    for name in set(TYPES) - set(MAPPINGS) - set(SWITCHES):
         value = values.get(name, {"int": 2, "float": 2.5}.get(TYPES[name], "text"))
         environ = {"STEPCAST_WORKER": WORKER, ENVIRONMENT_PREFIX + name.upper(): str(value)}
         found = getattr(ExecutorConfig.load(environ=environ), name)
         assert (found, type(found)) == (value, type(value))
+
+
+def test_a_switch_can_be_given_by_a_variable() -> None:
+    for name in SWITCHES:
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        for text, value in (("true", True), ("1", True), ("False", False), ("0", False)):
+            assert getattr(ExecutorConfig.load(environ={variable: text}, worker=WORKER), name) is value
+        with pytest.raises(ConfigError, match=f"^{variable}='yes': must be of type bool$"):
+            ExecutorConfig.load(environ={variable: "yes"}, worker=WORKER)
 
 
 def test_a_variable_that_is_no_number_is_refused() -> None:

@@ -14,12 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stepcast import StepAborted, StepcastError, StepFailed, StepTimeout
 from stepcast.bus import codec
+from stepcast.bus.errors import Diverged
+from stepcast.bus.frames import TIMES_BYTES, pack_times
 from stepcast.runtime.pending import PendingTable
 from stepcast.runtime.step import Limit, Pending, StepFuture
 
 GRACE_S = 0.5
 HARD_LIMIT_S = 8.0
-TIMES = bytes(24)
+TIMES = bytes(TIMES_BYTES)
 ERROR = ("ValueError", "no", "Traceback: no")
 
 
@@ -72,6 +74,47 @@ def error_of(entry: Pending) -> Any:
 
 
 # One thing at a time.
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["before its outcome", "after its outcome"])
+def test_answers_after_different_collectives_end_the_group(settled: bool) -> None:
+    table = Table(3)
+    entry, later = table.submit(gather=not settled), table.submit()
+    for rank in (0, 1):
+        table.pending.result(rank, entry.sequence, (), pack_times((rank, 7, 5, 2, 256 + 1)))
+    assert table.expire() is None
+    table.pending.result(2, entry.sequence, (), pack_times((9, 7, 5, 1, 512 + 3)))
+    assert table.pending.next_deadline() == -math.inf
+    error = table.expire()
+    assert isinstance(error, Diverged)
+    assert (error.step, error.counts) == (10, {0: 2, 1: 2, 2: 1})
+    assert error.last == {0: "all_reduce", 1: "all_reduce", 2: "broadcast"}
+    table.pending.fail_all(error)
+    table.pending.give_out()
+    assert error_of(entry) is (None if settled else error)
+    assert error_of(later) is error
+
+
+def test_what_ranks_tell_of_a_message_in_work_may_end_the_group() -> None:
+    table = Table(2)
+    entry = table.submit()
+    table.pending.entered(0, entry.sequence, [[1, 256 + 1, "all_reduce float32[1] SUM"]])
+    assert table.expire() is None
+    table.pending.entered(1, entry.sequence, [[1, 512 + 3, "broadcast float32[1] from 0"]])
+    error = table.expire()
+    assert isinstance(error, Diverged)
+    assert error.last == {0: "all_reduce float32[1] SUM", 1: "broadcast float32[1] from 0"}
+
+
+def test_what_comes_late_of_a_message_that_is_answered_does_not_count() -> None:
+    table = Table(2)
+    entry = table.submit()
+    table.answer(0, entry)
+    table.pending.entered(0, entry.sequence, [[1, 257, "all_reduce"]])  # it was on its way before the answer
+    table.answer(1, entry)
+    table.pending.entered(1, entry.sequence, [[1, 257, "all_reduce"]])
+    assert table.expire() is None
+    assert error_of(entry) is None
 
 
 def test_the_output_rank_answers_a_step() -> None:
@@ -409,7 +452,7 @@ def test_times_are_those_of_the_ranks_that_have_answered() -> None:
     entry = table.submit(gather=True)
     assert entry.future
     assert entry.future.times == {}
-    table.pending.result(1, entry.sequence, codec.encode(0), (7).to_bytes(8, "little") + bytes(16))
+    table.pending.result(1, entry.sequence, codec.encode(0), (7).to_bytes(8, "little") + bytes(TIMES_BYTES - 8))
     assert {rank: times.received_ns for rank, times in entry.future.times.items()} == {1: 7}
     assert entry.missing() == [0]
 

@@ -17,6 +17,7 @@ from stepcast.runtime.health import GroupHealth
 from stepcast.runtime.pending import PendingTable
 from stepcast.runtime.procfs import Sample
 from stepcast.runtime.step import Limit, Pending
+from stepcast.runtime.straggler import Straggler
 from stepcast.runtime.vitals import Vitals, describe
 
 INTERVAL_S = 2.0
@@ -88,7 +89,7 @@ class Scene:
 
     def answer(self, rank: int, compute_s: float) -> None:
         self.bus.answered[rank] = self.bus.sequence
-        self.pending.result(rank, self.bus.sequence, (), pack_times((0, int(compute_s * 1e9), 0)))
+        self.pending.result(rank, self.bus.sequence, (), pack_times((0, int(compute_s * 1e9), 0, 0, 0)))
 
     def verdicts(self) -> list[str]:
         return [rank.verdict for rank in self.vitals.ranks(self.now)]
@@ -208,6 +209,7 @@ def test_health_as_a_dictionary_is_json() -> None:
         in_flight=0,
         in_flight_bytes=0,
         dropped={"late": 1},
+        straggler=Straggler(rank=1, cause="bus", lead_s=0.25, steps=3, of=4),
         ranks=ranks,
     )
     plain = health.as_dict()

@@ -27,7 +27,7 @@ def main() -> None:
             output_rank=0,
             device="cpu",
             rendezvous=rendezvous,
-            process_group_timeout_s=60.0,
+            collective_timeout_s=60.0,
             options=json.loads(options),
         )
     )

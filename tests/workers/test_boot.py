@@ -42,7 +42,7 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "output_rank": 0,
         "device": "cpu",
         "rendezvous": "file:///nowhere",
-        "process_group_timeout_s": 10.0,
+        "collective_timeout_s": 10.0,
         "worker": "stepcast.workers.echo:Echo",
         "run_id": bytes(16),
         "publish_endpoint": directory.endpoint("publish"),
@@ -55,6 +55,8 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "reply_timeout_s": 1.0,
         "linger_s": 0.1,
         "log_level": "INFO",
+        "check_collectives": True,
+        "keepalive": "bus",
         "arguments": ["script.py", "--flag"],
     }
     return BootConfig(**{**settings, **changes})

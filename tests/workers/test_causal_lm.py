@@ -41,7 +41,7 @@ def rank_info(options: dict[str, Any], world_size: int = 1, rendezvous: str = ""
         output_rank=0,
         device="cpu",
         rendezvous=rendezvous,
-        process_group_timeout_s=60.0,
+        collective_timeout_s=60.0,
         options=options,
     )
 

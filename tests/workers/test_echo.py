@@ -19,7 +19,7 @@ def rank_info(rank: int) -> RankInfo:
         output_rank=0,
         device="cpu",
         rendezvous="",
-        process_group_timeout_s=1.0,
+        collective_timeout_s=1.0,
     )
 
 

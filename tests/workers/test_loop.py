@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     sequence: int
     step: int
     frames: Sequence[bytes | memoryview]
-    times: tuple[int, int, int] | None
+    times: tuple[int, int, int, int, int] | None
 
     @property
     def value(self) -> Any:
@@ -57,7 +57,7 @@ class Stream:
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: tuple[int, int, int] | None = None,
+        times: tuple[int, int, int, int, int] | None = None,
     ) -> None:
         self.phases.append(self.board.status.phase)
         self.answers.append(Answer(kind, sequence, step, frames, times))
@@ -122,10 +122,37 @@ def test_a_step_is_executed_and_answered() -> None:
         (Kind.RESULT, 3, 3, "y"),
     ]
     assert answers[0].times
-    received_ns, compute_ns, waited_ns = answers[0].times
+    received_ns, compute_ns, *tally = answers[0].times
     assert received_ns > 0
     assert compute_ns > 0
-    assert waited_ns == 0
+    assert tally == [0, 0, 0]
+
+
+def test_the_tally_of_a_steps_collectives_goes_with_its_answer_alone() -> None:
+    stream = Stream(message(Kind.STEP, 2, "enter"), message(Kind.STEP, 3, "do not"))
+
+    class Enters(Subject):
+        def execute(self, step: Any) -> Any:
+            if step == "enter":
+                stream.board.tally = (5, 2, 77)
+
+    assert [each.times[2:] for each in stream.run(Enters()) if each.times] == [(5, 2, 77), (0, 0, 0)]
+
+
+def test_keepalive_does_what_the_rank_was_given_and_is_answered() -> None:
+    stream, done = Stream(message(Kind.KEEPALIVE, 2)), []
+    WorkerLoop(
+        Subject(),
+        stream,
+        stream,
+        stream.board,
+        rank=0,
+        output_rank=0,
+        max_answer_bytes=LIMIT_BYTES,
+        keepalive=lambda: done.append(stream.board.status.sequence),
+    ).run()
+    assert done == [2]
+    assert [(each.kind, each.sequence) for each in stream.answers] == [(Kind.RESULT, 2)]
 
 
 def test_only_the_output_rank_sends_its_result_unless_all_are_wanted() -> None:
@@ -356,6 +383,6 @@ def test_what_can_not_be_sent_in_a_text_is_replaced() -> None:
 
 def test_rank_info_knows_nothing_of_aborts_by_itself() -> None:
     """A worker that is tried out without a loop may ask all the same."""
-    info = RankInfo(rank=0, process_group_timeout_s=1.0, **PLACE)
+    info = RankInfo(rank=0, collective_timeout_s=1.0, **PLACE)
     assert not info.is_aborted(1)
     assert info.options == {}

@@ -121,9 +121,18 @@ def test_a_heartbeat_is_answered_with_phase_and_place(rank: Rank) -> None:
         rank.board.moment = (phase, time.monotonic_ns(), 3, 2)
         rank.publisher.control(Kind.HEARTBEAT)
         alive = rank.hear(Kind.ALIVE)
-        told, age_s = msgpack.unpackb(alive.frames[0])
+        told, age_s, collectives = msgpack.unpackb(alive.frames[0])
+        assert collectives == []
         assert (told, alive.header.sequence, alive.header.step) == (phase, 3, 2)
         assert 0 <= age_s < LIMIT_S
+
+
+def test_a_heartbeat_is_answered_with_the_last_collectives_of_the_message(rank: Rank) -> None:
+    rank.board.moment = (Phase.COLLECTIVE, time.monotonic_ns(), 3, 2)
+    rank.board.trail.extend([(2, 4, 99, "barrier"), (3, 1, 11, "barrier"), (3, 2, 22, "broadcast int64[1] from 0")])
+    rank.publisher.control(Kind.HEARTBEAT)
+    _, _, collectives = msgpack.unpackb(rank.hear(Kind.ALIVE).frames[0])
+    assert collectives == [[2, 22, "broadcast int64[1] from 0"], [1, 11, "barrier"]]
 
 
 def test_an_abort_is_put_on_the_board(rank: Rank) -> None:
