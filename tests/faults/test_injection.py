@@ -43,10 +43,10 @@ def test_frames_that_are_disturbed_cost_no_step(method: str) -> None:
 def test_a_link_that_is_cut_or_stalled_goes_on_when_it_is_healed() -> None:
     """No step comes through meanwhile; then all of them do."""
     with FaultyGroup(config(), frame_faults=True) as group:
+        health = group.executor.health
         for disturb in (group.frames.cut, group.frames.stall):
             disturb(1)
             future = group.executor.submit("through", gather=True)
-            health = group.executor.health
             wait_until(lambda: health().ranks[0].queue_depth == 0)
             assert not future.done()
             assert health().ranks[1].queue_depth == 1
