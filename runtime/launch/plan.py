@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import sys
@@ -19,9 +18,9 @@ from stepcast.workers.death_watch import process_start_time
 #: Variables that a parent's own device or launcher set for itself, and that would bind every rank alike.
 _NOT_INHERITED = ("HLS_MODULE_ID",)
 
-#: Gives a rank other endpoints than the driver's, by their names in `BootConfig`. The one place where something can be
+#: Gives a rank other endpoints than the driver's. The one place where something can be
 #: put between the two: `stepcast.testing` puts its proxy there. None leaves them alone.
-reroute: Callable[[BootConfig], Mapping[str, str]] | None = None
+reroute: Callable[[BootConfig], BootConfig] | None = None
 
 
 def plan_ranks(
@@ -69,9 +68,7 @@ def plan_ranks(
         )
         for rank in range(config.world_size)
     ]
-    if reroute is None:
-        return boots
-    return [dataclasses.replace(boot, **reroute(boot)) for boot in boots]
+    return boots if reroute is None else [reroute(boot) for boot in boots]
 
 
 def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, str]:

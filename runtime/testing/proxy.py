@@ -7,6 +7,7 @@ arrives proves as much as without the proxy. Nothing is decoded but ZMTP's frami
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import heapq
 import itertools
 import os
@@ -69,19 +70,20 @@ class Proxy(threading.Thread):
         self._ended = False
         faults.on_change = self.wake
 
-    def reroute(self, boot: BootConfig) -> dict[str, str]:
+    def reroute(self, boot: BootConfig) -> BootConfig:
         """Give a rank the proxy's endpoints in place of the driver's.
 
         Args:
             boot: what the rank was to be told.
 
         Returns:
-            The endpoints by the names that `BootConfig` has for them.
+            What it is told instead.
         """
-        return {
-            "publish_endpoint": self._listen(boot, boot.publish_endpoint, to_rank=True),
-            "reply_endpoint": self._listen(boot, boot.reply_endpoint, to_rank=False),
-        }
+        return dataclasses.replace(
+            boot,
+            publish_endpoint=self._listen(boot, boot.publish_endpoint, to_rank=True),
+            reply_endpoint=self._listen(boot, boot.reply_endpoint, to_rank=False),
+        )
 
     def wake(self) -> None:
         """Have the thread look at the faults again: they have changed."""

@@ -40,7 +40,11 @@ def _kill_idle(stage: Stage) -> None:
 
 
 def _kill_all(stage: Stage) -> None:
-    stage.fault(lambda: [stage.group.kill(rank) for rank in range(stage.group.config.world_size)])
+    def kill_each() -> None:
+        for rank in range(stage.group.config.world_size):
+            stage.group.kill(rank)
+
+    stage.fault(kill_each)
     stage.await_failure()
 
 
