@@ -57,7 +57,7 @@ def test_the_example_of_injected_faults_runs(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
 
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == ["['dropped and replayed', 'dropped and replayed']", "1", "1"]
+    assert run.stdout.splitlines() == ["['dropped and replayed', 'dropped and replayed']", "1", "True"]
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
