@@ -49,6 +49,17 @@ def test_the_readmes_example_prints_what_its_comments_say(tmp_path: Path) -> Non
     assert run.stdout.splitlines() == expected
 
 
+def test_the_example_of_injected_faults_runs(tmp_path: Path) -> None:
+    """It sees the faults that it injects."""
+    (example,) = blocks(ROOT / "docs" / "testing.md", "python")
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["['dropped and replayed', 'dropped and replayed']", "1", "True"]
+
+
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_of_the_documents_is_run_somewhere(document: Path) -> None:
     """A command that nothing runs is soon wrong: it must be added to `RUN_BY`, and to what runs it."""

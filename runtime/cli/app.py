@@ -182,6 +182,46 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+@app.command()
+def chaos(
+    *,
+    scenario: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A scenario; may be given again.", show_default="all")
+    ] = None,
+    world_size: Annotated[int, typer.Option(metavar="N", min=2, help="The number of ranks.")] = 2,
+    start_method: StartMethodOption = None,
+    seed: Annotated[int, typer.Option(help="Draws the victims.")] = 0,
+    listed: Annotated[bool, typer.Option("--list", help="Print the scenarios' names, and run none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, and nothing else.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Inject faults into live groups, and tell what became of each."""
+    from stepcast.runtime.testing.chaos import play  # noqa: PLC0415 - no other command needs it
+    from stepcast.runtime.testing.scenarios import SCENARIOS  # noqa: PLC0415
+
+    from .chaos import print_outcomes  # noqa: PLC0415
+
+    with Outcome(debug=debug), _results_on_stdout() as out:
+        known = {each.name: each for each in SCENARIOS}
+        if listed:
+            print(*known, sep="\n", file=out)
+            return
+        unknown = sorted(set(scenario or ()) - set(known))
+        if unknown:
+            raise ConfigError(f"no scenario {', '.join(unknown)}; --list prints their names")
+        configure_logging("console", "DEBUG" if debug else "CRITICAL")  # errors are what is looked for
+        method = "spawn" if start_method is None else start_method.value
+        outcomes = [
+            play(known[name], world_size=world_size, start_method=method, seed=seed) for name in scenario or known
+        ]
+        if as_json:
+            print(json.dumps([dataclasses.asdict(each) for each in outcomes]), file=out, flush=True)
+        else:
+            print_outcomes(outcomes, Console(file=out))
+    if not all(each.passed for each in outcomes):
+        raise typer.Exit(FAILED)
+
+
 def main() -> None:
     """Run the command line, and exit."""
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stepcast.bus.endpoints import RunDirectory
@@ -17,6 +17,10 @@ from stepcast.workers.death_watch import process_start_time
 
 #: Variables that a parent's own device or launcher set for itself, and that would bind every rank alike.
 _NOT_INHERITED = ("HLS_MODULE_ID",)
+
+#: Gives a rank other endpoints than the driver's. The one place where something can be
+#: put between the two: `stepcast.testing` puts its proxy there. None leaves them alone.
+reroute: Callable[[BootConfig], BootConfig] | None = None
 
 
 def plan_ranks(
@@ -37,7 +41,7 @@ def plan_ranks(
     pid = os.getpid()
     start_time = process_start_time(pid)
     assert start_time is not None  # noqa: S101 - this process exists
-    return [
+    boots = [
         BootConfig(
             rank=rank,
             local_rank=rank,
@@ -66,6 +70,7 @@ def plan_ranks(
         )
         for rank in range(config.world_size)
     ]
+    return boots if reroute is None else [reroute(boot) for boot in boots]
 
 
 def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, str]:

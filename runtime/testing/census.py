@@ -1,0 +1,81 @@
+"""What this process and its children hold: processes, threads, descriptors, run directories, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+_POLL_INTERVAL_S = 0.02
+_PPID_FIELD = 1  # behind the name in /proc/[pid]/stat
+#: multiprocessing's own helpers live as long as this process.
+_HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+class Census:
+    """What is there now, to compare with what is there later."""
+
+    def __init__(self) -> None:
+        self._before = _inventory()
+
+    def leaks(self, grace_s: float) -> list[str]:
+        """Tell what has come since and is there still.
+
+        Args:
+            grace_s: how long it may take to go away.
+
+        Returns:
+            A line for each.
+        """
+        deadline = time.monotonic() + grace_s
+        while (left := _inventory() - self._before) and time.monotonic() < deadline:
+            gc.collect()  # what only a reference cycle holds is not left behind
+            time.sleep(_POLL_INTERVAL_S)
+        return sorted(left.elements())
+
+
+def _inventory() -> Counter[str]:
+    found: Counter[str] = Counter()
+    helpers = 0
+    for pid in _descendants(os.getpid()):
+        if any(name in _read(pid, "cmdline") for name in _HELPERS):
+            helpers += 1
+        else:
+            found[f"process {pid}"] += 1
+    found.update(f"thread {thread.name!r}" for thread in threading.enumerate())
+    if not helpers:  # they hold pipes to this process
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[f"descriptor of {path.readlink()}"] += 1
+    found.update(f"run directory {path}" for path in Path(tempfile.gettempdir()).glob("stepcast-*") if _is_ours(path))
+    return found
+
+
+def _is_ours(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid == os.getuid()
+    return False
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _read(int(path.name), "stat").rpartition(b")")[2].split()
+        if fields:
+            children.setdefault(int(fields[_PPID_FIELD]), []).append(int(path.name))
+    found = list(children.get(root, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # it has ended
+        return b""
