@@ -58,6 +58,7 @@ class Kind(IntEnum):
     ABORT = 18
     DUMP = 19
     STOP_NOW = 20
+    RESUME = 21
     # Worker to driver.
     HELLO = 32
     READY = 33
@@ -130,7 +131,7 @@ TALLY_START = 24
 
 _CLASS_OF: dict[int, bytes] = {
     **dict.fromkeys((Kind.BEGIN, Kind.STEP, Kind.CALL, Kind.KEEPALIVE, Kind.STOP), STEP_CLASS),
-    **dict.fromkeys((Kind.HEARTBEAT, Kind.ABORT, Kind.DUMP, Kind.STOP_NOW), CONTROL_CLASS),
+    **dict.fromkeys((Kind.HEARTBEAT, Kind.ABORT, Kind.DUMP, Kind.STOP_NOW, Kind.RESUME), CONTROL_CLASS),
     Kind.PROBE: PROBE_CLASS,
     **dict.fromkeys((Kind.HELLO, Kind.READY, Kind.RESULT, Kind.FAILURE, Kind.ALIVE, Kind.GAP, Kind.BYE), REPLY_CLASS),
 }

@@ -209,7 +209,7 @@ class StepSubscriber(_Subscriber):
 
 
 class ControlSubscriber(_Subscriber):
-    """The responder thread's socket: PROBE, HEARTBEAT, ABORT, DUMP and STOP-NOW.
+    """The responder thread's socket: PROBE, HEARTBEAT, ABORT, RESUME, DUMP and STOP-NOW.
 
     Args:
         endpoint: the driver's PUB endpoint.

@@ -234,6 +234,8 @@ class Group:
                 self.change(GroupState.DEGRADED if self.pending.degraded else GroupState.READY)
             if now >= self.pending.earliest:
                 self.expire(now)
+            while self.pending.to_resume:
+                self.control(Kind.RESUME, self.pending.to_resume.pop())
             if self._waiting_for_room:
                 self._room.notify_all()
         if rare:

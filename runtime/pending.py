@@ -31,6 +31,7 @@ class PendingTable:
         failure_grace_s: after a rank raised, how long the others have to answer the same step.
 
     Attributes:
+        to_resume: steps that failed and that every rank has answered: those on which they failed wait to be told.
         late: answers dropped because nobody waits for them any more.
         degraded: the last step that every rank has answered had failed on some rank.
         under_way: the messages that wait for answers, by sequence number.
@@ -55,6 +56,7 @@ class PendingTable:
         self._divergence = DivergenceWatch()
         self._diverged: Diverged | None = None
         self.late = 0
+        self.to_resume: list[int] = []
         self.degraded = False
 
     def __len__(self) -> int:
@@ -236,6 +238,8 @@ class PendingTable:
     def _judge(self, entry: Pending, rank: int) -> None:
         if not entry.waiting:
             del self.under_way[entry.sequence]
+            if entry.failure is not None:
+                self.to_resume.append(entry.step)
             self._answered_steps.append((entry.step, entry.published_at, entry.times))
             self.degraded = entry.failure is not None
             if entry.failure is not None and entry.settled:

@@ -245,6 +245,7 @@ class UniGroup:
             self._in_flight.pop(sequence, None)
             if kind == Kind.FAILURE:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
+                self._pending.to_resume.clear()  # there are no peers, and it does not wait
             else:
                 self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0, 0, 0)))
             if self.state.accepts_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import NamedTuple
@@ -43,6 +44,8 @@ class Board:
         #: phase, since_ns, sequence, step, as in `Status`: plain, since the loop replaces it twice in each step.
         self.moment = (Phase.STARTING, time.monotonic_ns(), 0, 0)
         self.aborted: set[int] = set()
+        self._resumed = 0
+        self._resume = threading.Condition()
         self.tally = NO_COLLECTIVES
         self.trail: deque[tuple[int, int, int, str]] = deque(maxlen=_TRAIL)
 
@@ -67,6 +70,29 @@ class Board:
         except RuntimeError:  # the loop thread has just added one: the next heartbeat will ask again
             return []
         return [entry[1:] for entry in reversed(trail) if entry[0] == sequence]
+
+    def resume(self, step: int) -> None:
+        """Note that every rank has answered a step that failed. The responder's.
+
+        Args:
+            step: its id.
+        """
+        with self._resume:
+            self._resumed = max(self._resumed, step)
+            self._resume.notify_all()
+
+    def wait_for_resume(self, step: int, timeout_s: float) -> bool:
+        """Wait until every rank has answered a step that failed here.
+
+        Args:
+            step: its id.
+            timeout_s: the longest to wait, in seconds.
+
+        Returns:
+            False where the time passed.
+        """
+        with self._resume:
+            return self._resume.wait_for(lambda: self._resumed >= step, timeout_s)
 
     def is_aborted(self, step: int) -> bool:
         """Tell whether the embedder has aborted a step."""

@@ -145,6 +145,7 @@ class _Rank:
                 output_rank=boot.output_rank,
                 max_answer_bytes=boot.max_message_bytes,
                 keepalive=self._keep_alive if boot.keepalive == "collective" and worker.idle == "bus" else None,
+                resume_timeout_s=boot.resume_timeout_s if boot.world_size > 1 else None,
             )
             self._tell(Phase.IDLE)
             loop.run()

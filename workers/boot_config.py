@@ -27,6 +27,7 @@ class BootConfig:
         die_with_driver: whether the kernel may be asked to kill this process when the thread that started it ends.
         startup_timeout_s: the longest to wait for the driver's handshake.
         reply_timeout_s: the longest that a reply may wait for the driver to read it.
+        resume_timeout_s: after the rank raised in a step, the longest to wait until every rank has answered it.
         linger_s: the longest that the responder thread may take to end at exit.
         log_level: the level of the worker's own logging, as a name.
         check_collectives: whether the worker's collectives are counted.
@@ -52,6 +53,7 @@ class BootConfig:
     die_with_driver: bool
     startup_timeout_s: float
     reply_timeout_s: float
+    resume_timeout_s: float
     linger_s: float
     log_level: str
     check_collectives: bool

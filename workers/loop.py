@@ -65,6 +65,8 @@ class WorkerLoop:
         output_rank: the rank whose result is always sent.
         max_answer_bytes: the largest answer, in bytes of payload and buffers.
         keepalive: what KEEPALIVE does; None for nothing.
+        resume_timeout_s: after this rank raised, how long it waits until every rank has answered the same step, in
+            seconds; None for not at all, where it has no peers.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class WorkerLoop:
         output_rank: int,
         max_answer_bytes: int,
         keepalive: Callable[[], None] | None = None,
+        resume_timeout_s: float | None = None,
     ) -> None:
         self._worker = worker
         self._steps = steps
@@ -87,6 +90,7 @@ class WorkerLoop:
         self._always_answers = rank == output_rank
         self._max_answer_bytes = max_answer_bytes
         self._keep_alive = keepalive
+        self._resume_timeout_s = resume_timeout_s
         self._asked_for = 0
         self._compute: dict[int, tuple[Phase, Callable[[Message], Any]]] = {
             Kind.BEGIN: (Phase.IDLE, self._begin),
@@ -138,6 +142,17 @@ class WorkerLoop:
             self._board.tally = NO_COLLECTIVES
         if self._board.aborted:
             self._board.forget_aborts(step)
+        if kind == _FAILURE and self._resume_timeout_s is not None:
+            self._wait_for_peers(step, self._resume_timeout_s)
+
+    def _wait_for_peers(self, step: int, timeout_s: float) -> None:
+        # They may sit in a collective of the step that was left here. To go on with the next one would be to answer
+        # that collective with another step's.
+        if not self._board.wait_for_resume(step, timeout_s):
+            raise ProtocolError(
+                f"step {step} failed on this rank, and in {timeout_s:g} s the driver has neither said that every rank "
+                "has answered it nor ended the group"
+            )
 
     def _encode(self, answer: Any) -> Sequence[bytes | memoryview]:
         frames = codec.encode(answer, name="the answer")

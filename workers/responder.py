@@ -133,6 +133,8 @@ class Responder(threading.Thread):
             self._replies.send(Kind.HELLO)
         elif header.kind == Kind.ABORT:
             self._board.aborted.add(header.step)
+        elif header.kind == Kind.RESUME:
+            self._board.resume(header.step)
         elif header.kind == Kind.DUMP:
             os.kill(os.getpid(), DUMP_SIGNAL)
         elif header.kind == Kind.STOP_NOW:

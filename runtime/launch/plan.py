@@ -61,6 +61,7 @@ def plan_ranks(
             die_with_driver=die_with_driver,
             startup_timeout_s=config.startup_timeout_s,
             reply_timeout_s=config.reply_timeout_s,
+            resume_timeout_s=config.failure_grace_s + config.reply_timeout_s,
             linger_s=config.linger_s,
             log_level=config.log_level,
             check_collectives=config.check_collectives,

@@ -159,7 +159,7 @@ SCENARIOS = (
     Scenario("stop-and-resume", NO_ERROR, _stop_and_resume),
     Scenario("stop-past-limit", _LATE, _stop_for_good, _SHORT),
     Scenario("raise-in-step", _FAILED, _in_step("raise", then=True)),
-    Scenario("raise-before-collective", _FAILED, _in_step("raise", count=1), _COLLECTIVE),
+    Scenario("raise-before-collective", _FAILED, _in_step("raise"), _COLLECTIVE),
     Scenario("unsendable-answer", _FAILED, _in_step("answer", then=True)),
     Scenario("unsendable-step", "ProtocolError", _unsendable_step),
     Scenario("slow-rank", NO_ERROR, _in_step("sleep", 0.5)),
@@ -178,7 +178,7 @@ SCENARIOS = (
         _idle_past_the_collective_limit,
         {
             **_COLLECTIVE,
-            "process_group_timeout_s": 2.0,
+            "collective_timeout_s": 2.0,
         },
     ),
     Scenario("raise-in-setup", "StartupError", _nothing, in_setup="raise"),

@@ -63,6 +63,8 @@ class Collectives(Worker):
             dist.all_reduce(tensor, group=self.pair)
         elif name == "abandoned":
             self.work = dist.all_reduce(tensor, async_op=True)
+        elif name == "no":
+            raise ValueError(word)
         return tensor[0].item()
 
     def pids(self) -> int:

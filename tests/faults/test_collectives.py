@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stepcast import Executor, ExecutorConfig
-from stepcast.bus.errors import Diverged, StartupError, StepcastError, WorkerLost
+from stepcast.bus.errors import Diverged, StartupError, StepcastError, StepFailed, WorkerLost
 from stepcast.bus.tally import last_collective
 from tests.faults.rig import SETTINGS
 from tests.harness import wait_until
@@ -24,6 +24,7 @@ pytest.importorskip("torch")
 HERE = Path(__file__).parent
 #: Long enough that no test waits for it.
 FAR_S = 120.0
+LIMIT_S = 30.0
 
 
 def config(worker: str = "Collectives", world_size: int = 2, **settings: Any) -> ExecutorConfig:
@@ -174,3 +175,23 @@ def test_health_names_the_rank_that_the_others_wait_for() -> None:
         assert straggler is not None
         assert (straggler.rank, straggler.cause) == (1, "compute")
         assert straggler.lead_s > 0.05
+
+
+def test_no_collective_of_a_later_step_answers_that_of_a_failed_one() -> None:
+    """A rank that raised before its peers' all-reduce takes no other step: no step gets a wrong result."""
+    with Executor(config(failure_grace_s=0.3)) as executor:
+        assert executor.step(["all_reduce"]) == [3.0]
+        futures = [executor.submit({"0": ["all_reduce"], "1": ["no such word"]})]
+        futures += [executor.submit(["all_reduce"]) for _ in range(3)]
+        errors = [future.exception(LIMIT_S) for future in futures]
+    assert [type(error) for error in errors] == [StepFailed] * 4
+    assert {error.epoch_ended for error in errors if isinstance(error, StepFailed)} == {True}
+
+
+def test_steps_behind_a_failed_one_go_on_where_every_rank_has_answered_it() -> None:
+    """Nobody sits in a collective: the failed step fails alone, and the steps behind it are right."""
+    with Executor(config()) as executor:
+        futures = [executor.submit(["no such word"], gather=True)]
+        futures += [executor.submit(["all_reduce"], gather=True) for _ in range(3)]
+        assert isinstance(futures[0].exception(LIMIT_S), StepFailed)
+        assert [future.result(LIMIT_S) for future in futures[1:]] == [[[3.0], [3.0]]] * 3

@@ -53,6 +53,7 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "die_with_driver": True,
         "startup_timeout_s": 0.1,
         "reply_timeout_s": 1.0,
+        "resume_timeout_s": 1.0,
         "linger_s": 0.1,
         "log_level": "INFO",
         "check_collectives": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,13 +12,16 @@ import pytest
 
 from stepcast import RankInfo, Worker
 from stepcast.bus import codec
+from stepcast.bus.errors import ProtocolError
 from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Gap, Message
 from stepcast.workers.board import Board
 from stepcast.workers.loop import MAX_FAILURE_BYTES, WorkerLoop, describe_error
+from tests.harness import wait_until
 
 LIMIT_BYTES = 10_000
+LIMIT_S = 10.0
 PLACE = {"local_rank": 0, "world_size": 1, "epoch": 1, "output_rank": 0, "device": "cpu", "rendezvous": ""}
 
 
@@ -386,3 +390,44 @@ def test_rank_info_knows_nothing_of_aborts_by_itself() -> None:
     info = RankInfo(rank=0, collective_timeout_s=1.0, **PLACE)
     assert not info.is_aborted(1)
     assert info.options == {}
+
+
+def test_a_rank_that_raised_takes_no_step_before_its_peers_have_answered_the_same() -> None:
+    """They may sit in a collective of that step: the next step's would answer it."""
+    stream = Stream(message(Kind.STEP, 1, {"raise": "no"}), message(Kind.STEP, 2, "next"))
+    loop = WorkerLoop(
+        Subject(),
+        stream,
+        stream,
+        stream.board,
+        rank=0,
+        output_rank=0,
+        max_answer_bytes=LIMIT_BYTES,
+        resume_timeout_s=LIMIT_S,
+    )
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    wait_until(lambda: stream.answers)
+    stream.board.resume(0)  # an earlier one
+    assert [answer.kind for answer in stream.answers] == [Kind.FAILURE]
+    stream.board.resume(1)
+    thread.join(LIMIT_S)
+    assert [answer.kind for answer in stream.answers] == [Kind.FAILURE, Kind.RESULT]
+
+
+def test_a_rank_that_raised_and_hears_nothing_ends() -> None:
+    """The error tells what it has waited for."""
+    stream = Stream(message(Kind.STEP, 1, {"raise": "no"}), message(Kind.STEP, 2, "next"))
+    loop = WorkerLoop(
+        Subject(),
+        stream,
+        stream,
+        stream.board,
+        rank=0,
+        output_rank=0,
+        max_answer_bytes=LIMIT_BYTES,
+        resume_timeout_s=0.01,
+    )
+    with pytest.raises(ProtocolError, match="step 1 failed on this rank"):
+        loop.run()
+    assert [answer.kind for answer in stream.answers] == [Kind.FAILURE]
