@@ -121,9 +121,15 @@ class Times(NamedTuple):
 
 _HEADER = struct.Struct("<c3sBBH16sIQQi")
 #: The same bytes, with what is only compared in one piece: opening, kind, flags, identity, sequence, step, rank.
-GROUPED = struct.Struct("<5sBH20sQQi")
+_GROUPED = struct.Struct("<5sBH20sQQi")
+#: Where the flags begin; all flags but those of later versions are in this byte.
+FLAGS_AT = 6
+#: Its end alone: sequence, step, rank.
+PLACE = struct.Struct("<QQi")
+PLACE_START = _GROUPED.size - PLACE.size
+#: The same, and the times behind it.
+TIMED_PLACE = struct.Struct(PLACE.format + "QQQQQ")
 _TIMES = struct.Struct("<QQQQQ")
-_TIMED_HEADER = struct.Struct(_HEADER.format + "QQQQQ")
 HEADER_BYTES = _HEADER.size
 TIMES_BYTES = _TIMES.size
 #: Where the tally of the collectives begins in the times.
@@ -167,6 +173,15 @@ class Wire:
         #: The run id and the epoch as they stand in every header.
         self.identity = run_id + epoch.to_bytes(4, "little")
 
+    def start(self, kind: int, flags: int) -> bytes:
+        """The first `PLACE_START` bytes of a header, alike in all messages of a kind and the same flags.
+
+        Args:
+            kind: a `Kind`.
+            flags: `Flag` values.
+        """
+        return self.pack(kind, flags=flags)[:PLACE_START]
+
     def pack(self, kind: int, sequence: int = 0, step: int = 0, rank: int = DRIVER_RANK, flags: int = 0) -> bytes:
         """Pack a header.
 
@@ -179,22 +194,6 @@ class Wire:
         """
         return _HEADER.pack(
             _CLASS_OF[kind], MAGIC, VERSION, kind, flags, self._run_id, self._epoch, sequence, step, rank
-        )
-
-    def pack_timed(
-        self, kind: int, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int, int, int]
-    ) -> bytes:
-        """Pack the header of a RESULT or FAILURE, and the times behind it.
-
-        Args:
-            kind, sequence, step, rank, flags: as in `Header`.
-            times: as in `Times`.
-
-        Returns:
-            `HEADER_BYTES` + `TIMES_BYTES` bytes.
-        """
-        return _TIMED_HEADER.pack(
-            REPLY_CLASS, MAGIC, VERSION, kind, flags, self._run_id, self._epoch, sequence, step, rank, *times
         )
 
     def parse(self, head: bytes) -> Header:
@@ -211,7 +210,7 @@ class Wire:
         """
         if len(head) < HEADER_BYTES:
             raise BadFrame(f"a header has {HEADER_BYTES} bytes, this frame has {len(head)}")
-        opening, kind, flags, identity, sequence, step, rank = GROUPED.unpack_from(head)
+        opening, kind, flags, identity, sequence, step, rank = _GROUPED.unpack_from(head)
         if identity != self.identity or OPENING_OF.get(kind) != opening:
             raise self._what_is_wrong(head)
         return new_tuple(Header, (kind, flags, sequence, step, rank))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import zmq
 
 from .errors import ProtocolError
-from .frames import DRIVER_RANK, Flag, Wire
+from .frames import DRIVER_RANK, Flag, Wire, new_tuple
 from .sockets import plain_send
 
 #: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
@@ -165,7 +165,7 @@ class Publisher:
         if not self._send(header, frames):
             return None
         self.sequence = sequence
-        self._store.append(_Stored(sequence, size, kind, step, flags, frames))
+        self._store.append(new_tuple(_Stored, (sequence, size, kind, step, flags, frames)))
         self._in_flight_bytes += size
         return sequence
 

@@ -10,7 +10,20 @@ from typing import NamedTuple
 
 import zmq
 
-from .frames import GROUPED, HEADER_BYTES, OPENING_OF, TIMES_BYTES, BadFrame, Flag, Header, Kind, Wire, new_tuple
+from .frames import (
+    HEADER_BYTES,
+    PLACE,
+    PLACE_START,
+    TIMED_PLACE,
+    TIMES_BYTES,
+    BadFrame,
+    Flag,
+    Header,
+    Kind,
+    Wire,
+    new_tuple,
+    pack_times,
+)
 from .sockets import HEAD_ROOM_BYTES, receive_buffers
 from .zmtp import ZmtpSocket
 
@@ -19,11 +32,7 @@ _WAKE_ENDPOINT = "inproc://wake"
 _log = logging.getLogger("stepcast.bus")
 _NOBLOCK = int(zmq.NOBLOCK)
 _BUFFERS = int(Flag.BUFFERS)
-_RESULT, _RESULT_OPENING = int(Kind.RESULT), OPENING_OF[Kind.RESULT]
-#: How the header of a RESULT without buffers begins, as far as its flags.
-_PLAIN_RESULTS = frozenset(
-    _RESULT_OPENING + bytes([_RESULT]) + (flags & ~_BUFFERS).to_bytes(2, "little") for flags in range(4)
-)
+_RESULT = int(Kind.RESULT)
 _ANSWER_BYTES = HEADER_BYTES + TIMES_BYTES
 _TIMED = frozenset({int(Kind.RESULT), int(Kind.FAILURE)})
 _PAYLOAD_START = {int(kind): HEADER_BYTES + (TIMES_BYTES if kind in _TIMED else 0) for kind in Kind}
@@ -72,7 +81,7 @@ class ReplyReader:
         max_message_bytes: int,
     ) -> None:
         self._wire = Wire(run_id, epoch)
-        self._identity = self._wire.identity
+        self._plain_result = self._wire.start(_RESULT, 0)
         self._world_size = world_size
         self.dropped: Counter[str] = Counter()
         self._socket = context.socket(zmq.PULL)
@@ -132,7 +141,7 @@ class ReplyReader:
         if timeout_ms != self._timeout_ms:
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
             self._timeout_ms = timeout_ms
-        receive, identity = self._socket.recv, self._identity
+        receive, plain_result = self._socket.recv, self._plain_result
         # Not a local list: where a signal handler raises in between, what has come is kept for the next one who reads.
         heads = self._heads
         plain = False
@@ -141,7 +150,7 @@ class ReplyReader:
                 head = receive()
                 heads.append(head)
                 # Of this run: after another's frame may come one of the same message, which is judged with it.
-                plain = head[:8] in _PLAIN_RESULTS and head[8:28] == identity
+                plain = head.startswith(plain_result)
                 if len(heads) >= answers or len(under_way) != 1:
                     break
         except zmq.Again:
@@ -161,16 +170,12 @@ class ReplyReader:
 
     def _judge(self, head: bytes) -> Reply | None:
         # An answer is judged here: the way of every step, with few calls. All else goes the long way.
-        if len(head) >= _ANSWER_BYTES:
-            opening, kind, flags, identity, sequence, step, rank = GROUPED.unpack_from(head)
-            is_answer = kind == _RESULT and opening == _RESULT_OPENING and identity == self._identity
-            if is_answer and 0 <= rank < self._world_size:
-                frames: list[bytes | memoryview] = []
-                if len(head) > _ANSWER_BYTES:
-                    frames.append(memoryview(head)[_ANSWER_BYTES:])
-                if flags & _BUFFERS:
-                    frames += receive_buffers(self._socket)
-                header = new_tuple(Header, (kind, flags, sequence, step, rank))
+        size = len(head)
+        if size >= _ANSWER_BYTES and head.startswith(self._plain_result):
+            sequence, step, rank = PLACE.unpack_from(head, PLACE_START)
+            if 0 <= rank < self._world_size:
+                frames: list[bytes | memoryview] = [memoryview(head)[_ANSWER_BYTES:]] if size > _ANSWER_BYTES else []
+                header = new_tuple(Header, (_RESULT, 0, sequence, step, rank))
                 return new_tuple(Reply, (header, head[HEADER_BYTES:_ANSWER_BYTES], frames))
         return self._judge_rare(head)
 
@@ -227,6 +232,7 @@ class ReplySender:
         self._wire = Wire(run_id, epoch)
         self._rank = rank
         self._reconnect_timeout_s = reconnect_timeout_s
+        self._plain_result = self._wire.start(_RESULT, 0)
         self._socket = ZmtpSocket(endpoint, "PUSH", send_timeout_s=timeout_s)
 
     def send(
@@ -252,18 +258,20 @@ class ReplySender:
             TimeoutError: the driver has not read for the time limit.
             OSError: the connection has ended, and could not be restored.
         """
-        if len(frames) > 1:
-            flags |= _BUFFERS
-        if times is None:
-            head = self._wire.pack(kind, sequence, step, self._rank, flags)
+        parts: Sequence[bytes | memoryview]
+        buffers = frames[1:]
+        if kind == _RESULT and times is not None and not buffers:  # the way of every step, with few calls
+            parts = (self._plain_result, TIMED_PLACE.pack(sequence, step, self._rank, *times), *frames)
         else:
-            head = self._wire.pack_timed(kind, sequence, step, self._rank, flags, times)
-        message = (b"".join((head, frames[0])), *frames[1:]) if frames else (head,)
+            if buffers:
+                flags |= _BUFFERS
+            head = self._wire.pack(kind, sequence, step, self._rank, flags)
+            parts = (head, pack_times(times) if times is not None else b"", *frames[:1])
         try:
-            self._socket.send(message)
+            self._socket.send(parts, buffers)
         except ConnectionError:
             self._socket.reconnect(self._reconnect_timeout_s)
-            self._socket.send(message)
+            self._socket.send(parts, buffers)
 
     def close(self) -> None:
         """Close the socket. What was sent still arrives."""

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from .frames import (
     CONTROL_CLASS,
-    GROUPED,
+    FLAGS_AT,
     HEADER_BYTES,
-    OPENING_OF,
+    PLACE,
+    PLACE_START,
     PROBE_CLASS,
     STEP_CLASS,
     BadFrame,
@@ -24,7 +25,8 @@ from .sockets import HEAD_ROOM_BYTES
 from .zmtp import RECONNECT_TIMEOUT_S, ZmtpSocket
 
 _BUFFERS = int(Flag.BUFFERS)
-_STEP_OPENING = OPENING_OF[Kind.STEP]
+_GATHER = int(Flag.GATHER)
+_STEP = int(Kind.STEP)
 
 _log = logging.getLogger("stepcast.bus")
 
@@ -70,7 +72,6 @@ class _Subscriber:
         max_message_bytes: int,
     ) -> None:
         self._wire = Wire(run_id, epoch)
-        self._identity = self._wire.identity
         self.foreign = 0
         # What can be queued here is bounded by the driver's windows.
         self.socket = ZmtpSocket(endpoint, "SUB", max_frame_bytes=max_message_bytes + HEAD_ROOM_BYTES)
@@ -160,6 +161,7 @@ class StepSubscriber(_Subscriber):
         )
         self.sequence = 0
         self.duplicates = 0
+        self._plain_steps = (self._wire.start(_STEP, 0), self._wire.start(_STEP, _GATHER))
 
     def next(self) -> Message | Gap | None:
         """Block until something comes over the socket, and put it in order.
@@ -181,20 +183,13 @@ class StepSubscriber(_Subscriber):
             return None
 
     def _take(self, head: bytes | bytearray) -> Message | Gap | None:
-        # The message that is due, judged here: the way of every step, with few calls. All else goes the long way.
-        if len(head) >= HEADER_BYTES:
-            opening, kind, flags, identity, sequence, step, rank = GROUPED.unpack_from(head)
-            if (
-                sequence == self.sequence + 1
-                and identity == self._identity
-                and opening == _STEP_OPENING
-                and OPENING_OF.get(kind) == opening
-            ):
-                frames: list[bytes | memoryview] = [memoryview(head)[HEADER_BYTES:]]
-                if flags & _BUFFERS:
-                    frames += self.socket.recv_rest()
+        # The step that is due, judged here: the usual way, with few calls. All else goes the long way.
+        if len(head) >= HEADER_BYTES and head.startswith(self._plain_steps):
+            sequence, step, rank = PLACE.unpack_from(head, PLACE_START)
+            if sequence == self.sequence + 1:
                 self.sequence = sequence
-                return new_tuple(Message, (new_tuple(Header, (kind, flags, sequence, step, rank)), frames))
+                header = new_tuple(Header, (_STEP, head[FLAGS_AT], sequence, step, rank))
+                return new_tuple(Message, (header, [memoryview(head)[HEADER_BYTES:]]))
         message = self._judge(head)
         if message is None or message.header.kind == Kind.PROBE:
             return None

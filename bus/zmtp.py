@@ -33,6 +33,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _SHORT_HEAD_BYTES, _LONG_HEAD_BYTES = 2, 9
 _MAX_SHORT_BYTES = 255
 _SIZE = struct.Struct(">Q")
+_LONG_HEAD = struct.Struct(">BQ")
 _UNSUBSCRIBE, _SUBSCRIBE = b"\0", b"\1"
 #: One read takes a step of usual size whole; what is larger is read straight to where it stays.
 _READ_BYTES = 1 << 16
@@ -141,25 +142,23 @@ class ZmtpSocket:
             frames.append(memoryview(self.recv()).toreadonly())
         return frames
 
-    def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send(self, head: Sequence[bytes | memoryview], buffers: Sequence[bytes | memoryview] = ()) -> None:
         """Send a message, waiting until all of it is on its way.
 
         Args:
-            frames: its frames, at least one.
+            head: the parts of its first frame.
+            buffers: the frames that follow.
 
         Raises:
             ConnectionError: the connection has ended; the message does not arrive.
             TimeoutError: the other side has not read for the time limit; the connection can't be used any more.
         """
+        last = len(buffers)
         try:
-            if len(frames) == 1:
-                self._send(b"".join((_frame_head(0, len(frames[0])), frames[0])))
-                return
-            for frame in frames[:-1]:
-                self._send(_frame_head(_MORE, len(frame)))
-                self._send(frame)
-            self._send(_frame_head(0, len(frames[-1])))
-            self._send(frames[-1])
+            self._send(b"".join((_frame_head(_MORE if last else 0, sum(map(len, head))), *head)))
+            for number, buffer in enumerate(buffers, 1):
+                self._send(_frame_head(0 if number == last else _MORE, len(buffer)))
+                self._send(buffer)
         except BlockingIOError:
             self._socket.close()  # it may be in the middle of a frame
             raise TimeoutError(f"the driver has not read for {self._send_timeout_s:g} s") from None
@@ -282,4 +281,4 @@ class ZmtpSocket:
 def _frame_head(flags: int, size: int) -> bytes:
     if size <= _MAX_SHORT_BYTES:
         return bytes((flags, size))
-    return bytes((flags | _LONG,)) + _SIZE.pack(size)
+    return _LONG_HEAD.pack(flags | _LONG, size)

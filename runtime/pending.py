@@ -95,9 +95,12 @@ class PendingTable:
             frames: the answer, not yet decoded; empty where it was not wanted.
             times: when the rank worked on it, for `parse_times`.
         """
-        entry = self._answered(rank, sequence)
-        if entry is None:
+        entry = self.under_way.get(sequence)
+        bit = 1 << rank
+        if entry is None or not entry.waiting & bit:
+            self.late += 1
             return
+        entry.waiting ^= bit
         entry.times[rank] = times
         if entry.tally is None:
             entry.tally = times[TALLY_START:]

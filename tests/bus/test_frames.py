@@ -24,6 +24,7 @@ from stepcast.bus.frames import (
     Kind,
     Times,
     Wire,
+    pack_times,
     parse_times,
 )
 
@@ -33,7 +34,7 @@ GOOD = WIRE.pack(Kind.STEP, 5, 9)
 
 CLASSES = {
     STEP_CLASS: (Kind.BEGIN, Kind.STEP, Kind.CALL, Kind.KEEPALIVE, Kind.STOP),
-    CONTROL_CLASS: (Kind.HEARTBEAT, Kind.ABORT, Kind.DUMP, Kind.STOP_NOW),
+    CONTROL_CLASS: (Kind.HEARTBEAT, Kind.ABORT, Kind.DUMP, Kind.STOP_NOW, Kind.RESUME),
     PROBE_CLASS: (Kind.PROBE,),
     REPLY_CLASS: (Kind.HELLO, Kind.READY, Kind.RESULT, Kind.FAILURE, Kind.ALIVE, Kind.GAP, Kind.BYE),
 }
@@ -81,7 +82,7 @@ def test_the_times_travel_behind_the_header(
     kind: Kind, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int, int, int], payload: bytes
 ) -> None:
     """The header of a timed message is that of any other, and the times come back in their order."""
-    head = WIRE.pack_timed(kind, sequence, step, rank, flags, times)
+    head = WIRE.pack(kind, sequence, step, rank, flags) + pack_times(times)
     assert len(head) == HEADER_BYTES + TIMES_BYTES
     assert WIRE.parse(head + payload) == Header(kind, flags, sequence, step, rank)
     assert head[:HEADER_BYTES] == WIRE.pack(kind, sequence, step, rank, flags)
