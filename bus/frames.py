@@ -196,7 +196,7 @@ class Wire:
             _CLASS_OF[kind], MAGIC, VERSION, kind, flags, self._run_id, self._epoch, sequence, step, rank
         )
 
-    def parse(self, head: bytes) -> Header:
+    def parse(self, head: bytes | bytearray) -> Header:
         """Judge a message's first frame.
 
         Args:
@@ -215,7 +215,7 @@ class Wire:
             raise self._what_is_wrong(head)
         return new_tuple(Header, (kind, flags, sequence, step, rank))
 
-    def _what_is_wrong(self, head: bytes) -> BadFrame:
+    def _what_is_wrong(self, head: bytes | bytearray) -> BadFrame:
         message_class, magic, version, kind, _, run_id, epoch, *_ = _HEADER.unpack_from(head)
         if magic != MAGIC:
             return BadFrame("wrong magic: not a stepcast message")

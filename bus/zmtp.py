@@ -68,6 +68,7 @@ class ZmtpSocket:
         self._send_timeout_s = send_timeout_s
         self._topics: list[bytes] = []
         self.more = 0
+        self._unread = b""
         self._connect()
 
     def fileno(self) -> int:
@@ -192,7 +193,7 @@ class ZmtpSocket:
 
     def _connect(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._unread: bytes = b""
+        self._unread = b""
         self.more = 0
         try:
             self._socket.settimeout(HANDSHAKE_TIMEOUT_S)

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepcast.bus import codec
 from stepcast.bus.errors import ConfigError, StepcastError, StepFailed
-from stepcast.bus.frames import Kind
+from stepcast.bus.frames import Kind, new_tuple
 from stepcast.workers.loading import stop_if_loading_script
 
 from .config import ExecutorConfig
@@ -202,7 +202,8 @@ class Executor:
     def _step_request(self, payload: Any, *, gather: bool, timeout_s: float | None) -> Request:
         frames = codec.encode(payload)
         limit, hard_limit = (None, self._step_limit) if timeout_s is None else _limits(timeout_s, self._step_limit)
-        return Request(Kind.STEP, "step", frames, _size(frames), gather, self.config.output_rank, limit, hard_limit)
+        output_rank = self.config.output_rank
+        return new_tuple(Request, (Kind.STEP, "step", frames, _size(frames), gather, output_rank, limit, hard_limit))
 
     def _call_request(
         self,

@@ -334,9 +334,8 @@ class Group:
                 raise failures.too_large(request.size, self._max_bytes)
             if not self.publisher.has_credit(request.size):
                 return None
-            carried = self.pending.take_carried_failure()
-            if carried is not None:
-                raise carried
+            if self.pending.carried is not None:
+                raise self.pending.take_carried_failure()
             entry = self._publish(request, with_future=with_future)
         if with_future:
             self.pump.attend()

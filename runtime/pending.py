@@ -31,6 +31,7 @@ class PendingTable:
         failure_grace_s: after a rank raised, how long the others have to answer the same step.
 
     Attributes:
+        carried: the failure that came after its own step's future was resolved; it fails the next one.
         to_resume: steps that failed and that every rank has answered: those on which they failed wait to be told.
         late: answers dropped because nobody waits for them any more.
         degraded: the last step that every rank has answered had failed on some rank.
@@ -50,7 +51,7 @@ class PendingTable:
         self.outcomes = self._outcomes.known
         self.give_out = self._outcomes.give_out
         self.earliest = math.inf
-        self._carried: StepFailed | None = None
+        self.carried: StepFailed | None = None
         #: Step, publication and times of the last steps, as in `Timed`: looked at only when somebody asks.
         self._answered_steps: deque[tuple[int, float, dict[int, bytes]]] = deque(maxlen=_WINDOW)
         self._divergence = DivergenceWatch()
@@ -81,9 +82,13 @@ class PendingTable:
         limit_s = (entry.limit or entry.hard_limit).seconds  # the embedder's own is never the longer one
         self.earliest = min(self.earliest, entry.published_at + limit_s)
 
-    def take_carried_failure(self) -> StepFailed | None:
-        """Take the failure that came after its own step's future was resolved: it fails the next one."""
-        carried, self._carried = self._carried, None
+    def take_carried_failure(self) -> StepFailed:
+        """Take the failure that came after its own step's future was resolved, where there is one.
+
+        It fails the next step.
+        """
+        carried, self.carried = self.carried, None
+        assert carried is not None  # noqa: S101 - the caller has looked
         return carried
 
     def result(self, rank: int, sequence: int, frames: Sequence[bytes | memoryview], times: bytes) -> None:
@@ -246,7 +251,7 @@ class PendingTable:
             self._answered_steps.append((entry.step, entry.published_at, entry.times))
             self.degraded = entry.failure is not None
             if entry.failure is not None and entry.settled:
-                self._carried = entry.failure
+                self.carried = entry.failure
             entry.ready = True
         elif entry.failure is None and not entry.needs_all and rank == entry.answer_rank:
             entry.ready = True
@@ -258,7 +263,9 @@ class PendingTable:
         while order and (order[0].ready or order[0].settled):
             first = order.popleft()
             if not first.settled:
-                error = first.failure or self.take_carried_failure()
+                error = first.failure
+                if error is None and self.carried is not None:
+                    error = self.take_carried_failure()
                 self._settle(first, None if error else self._value(first), error)
 
     def _value(self, entry: Pending) -> Any:

@@ -319,9 +319,8 @@ class UniGroup:
             raise failures.too_large(request.size, limit_bytes)
         if not self._has_room(request.size):
             return None
-        carried = self._pending.take_carried_failure()
-        if carried is not None:
-            raise carried
+        if self._pending.carried is not None:
+            raise self._pending.take_carried_failure()
         kind, name, frames, size, gather, answer_rank, limit, hard_limit = request
         step = sequence = self._sequence + 1
         entry = Pending(sequence, step, name, gather, answer_rank, True, self.clock(), limit, hard_limit)
