@@ -24,6 +24,7 @@ else:
 ENVIRONMENT_PREFIX = "STEPCAST_"
 BACKENDS = ("mp", "uni")
 START_METHODS = ("spawn", "fork", "forkserver")
+RESTARTS = ("never", "on_failure")
 KEEPALIVES = ("bus", "collective")
 LOG_FORMATS = ("console", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -40,7 +41,7 @@ class ExecutorConfig:
         worker: the worker's class: the class itself, or ``module:Class``, or ``path/to/script.py:Class``.
         world_size: the number of ranks.
         backend: "mp" (a process per rank) or "uni" (one rank, in this process). None chooses: "uni" for a world size of
-            1, else "mp".
+            1 that is not to be restarted, else "mp".
         start_method: how "mp" starts its processes: "spawn" (fresh interpreters), "fork" or "forkserver".
         worker_options: plain MessagePack values, handed to each worker as `RankInfo.options`.
         worker_env: environment variables for the worker processes, beside those of this process. Spawned workers
@@ -73,6 +74,14 @@ class ExecutorConfig:
             in none), or "collective" (a tiny one every `keepalive_every` heartbeats; needed where ranks park inside a
             broadcast, `Worker.idle`).
         keepalive_every: that number of heartbeat intervals; together at most a third of `collective_timeout_s`.
+        restart: what happens when the group has failed: "never" (the executor is done for), or "on_failure" (all its
+            processes are replaced, with `setup` again; steps under way fail, and later ones run on the new group). A
+            group that does not come up at first is not restarted.
+        max_restarts: how many restarts within `restart_window_s` are tried; past them the executor is done for.
+        restart_window_s: the time in which they are counted.
+        restart_backoff_s: how long to wait before the first restart; each further one within the window waits twice as
+            long as the one before.
+        restart_wait_s: how long a submission waits for the group to be restarted.
         run_dir: the directory that holds the run's private directory; None for the platform's temporary directory.
         log_format: "console" or "json": how lines are written where stepcast itself sets logging up (its command line).
         log_level: the level of the workers' own logging.
@@ -107,6 +116,11 @@ class ExecutorConfig:
     check_collectives: bool = True
     keepalive: str = "bus"
     keepalive_every: int = 10
+    restart: str = "never"
+    max_restarts: int = 3
+    restart_window_s: float = 600.0
+    restart_backoff_s: float = 0.5
+    restart_wait_s: float = 60.0
     run_dir: str | None = None
     log_format: str = "console"
     log_level: str = "INFO"
@@ -118,9 +132,17 @@ class ExecutorConfig:
         _check_choice("backend", self.backend, (*BACKENDS, None))
         _check_choice("start_method", self.start_method, START_METHODS)
         _check_choice("keepalive", self.keepalive, KEEPALIVES)
+        _check_choice("restart", self.restart, RESTARTS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
-        for name in ("world_size", "max_in_flight", "max_in_flight_bytes", "max_message_bytes", "keepalive_every"):
+        for name in (
+            "world_size",
+            "max_in_flight",
+            "max_in_flight_bytes",
+            "max_message_bytes",
+            "keepalive_every",
+            "max_restarts",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1")
         if not 0 <= self.output_rank < self.world_size:
@@ -129,6 +151,10 @@ class ExecutorConfig:
             )
         if self.backend == "uni" and self.world_size != 1:
             raise ConfigError(f"backend='uni' runs one rank, but world_size={self.world_size}: use backend='mp'")
+        if self.backend == "uni" and self.restart != "never":
+            raise ConfigError(
+                f"restart={self.restart!r} replaces processes, and backend='uni' has none of its own: use backend='mp'"
+            )
         if self.unresponsive_timeout_s is not None and self.unresponsive_timeout_s < 3 * self.heartbeat_interval_s:
             raise ConfigError(
                 f"unresponsive_timeout_s={self.unresponsive_timeout_s!r}: must be at least 3 times "
@@ -162,7 +188,7 @@ class ExecutorConfig:
                 "this process was started by torchrun, which has started every rank already: a group of its own "
                 "can't be started inside one (backend 'mp'); start the program without torchrun, or use backend='uni'"
             )
-        return self.backend or ("uni" if self.world_size == 1 else "mp")
+        return self.backend or ("uni" if self.world_size == 1 and self.restart == "never" else "mp")
 
     @classmethod
     def load(

@@ -18,6 +18,7 @@ from .health import GroupHealth
 from .processes import MpGroup
 from .state import GroupState
 from .step import Limit, Request, StepFuture
+from .supervisor import RestartingGroup
 from .uni import UniGroup
 
 _NOT_CALLABLE = frozenset({"setup", "execute", "teardown", "abort"})
@@ -33,7 +34,8 @@ class Executor:
 
     Args:
         config: the settings.
-        on_failure: called once with the error that has ended the group, in a thread of the group's.
+        on_failure: called with the error that has ended the group, in a thread of the group's; once, or with
+            `restart="on_failure"` each time.
 
     Raises:
         ConfigError: a setting does not fit this process.
@@ -46,7 +48,11 @@ class Executor:
         self._step_limit = Limit(config.step_timeout_s, "step_timeout_s")
         self._call_limit = Limit(config.call_timeout_s, "call_timeout_s")
         backend = config.resolved_backend
-        self._group: MpGroup | UniGroup = UniGroup(config) if backend == "uni" else MpGroup(config)
+        self._group: MpGroup | RestartingGroup | UniGroup
+        if backend == "uni":
+            self._group = UniGroup(config)
+        else:
+            self._group = MpGroup(config) if config.restart == "never" else RestartingGroup(config)
         if on_failure is not None:
             self._group.on_failure.append(on_failure)
         self._group.start()

@@ -228,6 +228,35 @@ def closed(state: GroupState, failure: StepcastError | None) -> Closed:
     return error
 
 
+def restarting(limit_s: float, failure: StepcastError | None) -> Closed:
+    """The group is being restarted, and a submission has waited long enough.
+
+    Args:
+        limit_s: how long it has waited.
+        failure: the error that has ended the epoch before; the cause of this one.
+    """
+    error = Closed(f"the group is being restarted, and was not ready within restart_wait_s={limit_s:g} s: try again")
+    error.retryable = True
+    error.__cause__ = failure
+    return error
+
+
+def not_restarted(restarts: int, max_restarts: int, failure: StepcastError) -> StepcastError:
+    """A group has failed, and is not restarted again.
+
+    Args:
+        restarts: how often it was restarted.
+        max_restarts: how often it may be, within the window.
+        failure: the last failure; the cause of this one.
+    """
+    error = StepcastError(
+        f"the group was restarted {restarts} times, and max_restarts={max_restarts} within restart_window_s are used "
+        f"up; start a new executor. The last failure: {failure}"
+    )
+    error.__cause__ = failure
+    return error
+
+
 def too_large(size: int, limit: int) -> ProtocolError:
     """A message can never be sent.
 

@@ -31,7 +31,7 @@ from .inbox import Inbox
 from .launch.process import WorkerProcess
 from .pending import PendingTable
 from .pump import Pump
-from .state import GroupState, can_change
+from .state import GroupState, Life, can_change
 from .step import Pending, Request, StepFuture
 from .vitals import Vitals
 
@@ -46,7 +46,7 @@ class Group:
     Args:
         config: the settings.
         directory: the run's private directory.
-        run_id: 16 bytes.
+        life: run id, epoch and first step.
         watch: has the monitor watch the reply socket's descriptor, or not.
         wake_monitor: makes the monitor look at everything once.
         clock: a monotonic clock, in seconds.
@@ -56,13 +56,14 @@ class Group:
         state: where the group is in its life.
         failure: the error that ended it.
         processes: the ranks' processes, once started.
+        last_step: the id of the last step that was published.
     """
 
     def __init__(
         self,
         config: ExecutorConfig,
         directory: RunDirectory,
-        run_id: bytes,
+        life: Life,
         *,
         watch: Callable[[bool], None],
         wake_monitor: Callable[[], None],
@@ -70,13 +71,13 @@ class Group:
     ) -> None:
         self.config = config
         self.clock = clock
-        self.epoch = 1
+        self.epoch = life.epoch
         self.lock = threading.Lock()
         self.state = GroupState.NEW
         self.failure: StepcastError | None = None
         self.processes: list[WorkerProcess] = []
         self._wake_monitor = wake_monitor
-        self._last_step = 0
+        self.last_step = life.first_step - 1
         self._room = threading.Condition(self.lock)
         self._waiting_for_room = 0
         self._takes_steps = False
@@ -86,7 +87,7 @@ class Group:
         self.publisher = Publisher(
             self._context,
             directory.endpoint("publish"),
-            run_id=run_id,
+            run_id=life.run_id,
             epoch=self.epoch,
             world_size=config.world_size,
             max_in_flight=config.max_in_flight,
@@ -95,7 +96,7 @@ class Group:
         self.replies = ReplyReader(
             self._context,
             directory.endpoint("replies"),
-            run_id=run_id,
+            run_id=life.run_id,
             epoch=self.epoch,
             world_size=config.world_size,
             max_message_bytes=max(config.max_message_bytes, MAX_FAILURE_BYTES),
@@ -260,6 +261,7 @@ class Group:
         if self.state in (GroupState.FAILED, GroupState.STOPPED):
             return
         self.failure = error
+        error.retryable |= self.config.restart == "on_failure"
         self.change(GroupState.FAILED)
         self.pending.fail_all(error)
         self.pump.wake()
@@ -344,7 +346,7 @@ class Group:
     def _publish(self, request: Request, *, with_future: bool) -> Pending | None:
         kind, name, frames, size, gather, answer_rank, limit, hard_limit = request
         now = self.clock()
-        step = self._last_step + 1
+        step = self.last_step + 1
         flags = _GATHER if gather else 0
         try:
             sequence = self.publisher.publish(kind, step, frames, size, flags)
@@ -357,7 +359,7 @@ class Group:
             raise
         if sequence is None:
             return None
-        self._last_step = step
+        self.last_step = step
         self.heartbeat.published(now)
         needs_all = gather or len(frames) > 1
         entry = Pending(sequence, step, name, gather, answer_rank, needs_all, now, limit, hard_limit)

@@ -52,6 +52,7 @@ class GroupHealth:
         straggler: the rank that held up most of the last steps, and why; None where none did.
         dropped: counts of dropped messages by reason.
         ranks: every rank.
+        restarts: how often the group was restarted.
     """
 
     state: str
@@ -64,6 +65,7 @@ class GroupHealth:
     straggler: Straggler | None
     dropped: Mapping[str, int]
     ranks: tuple[RankHealth, ...]
+    restarts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Tell the same in plain values, as JSON holds them.

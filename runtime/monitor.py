@@ -27,7 +27,7 @@ from .keepalive import KeepalivePacer
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .output import OutputRelay
 from .pump import MONITOR_LOOK_S
-from .state import GroupState
+from .state import GroupState, Life
 
 #: PROBE is published less and less often, down to once in this time.
 _MAX_PROBE_INTERVAL_S = 1.0
@@ -47,7 +47,7 @@ class Monitor(threading.Thread):
     Args:
         config: the settings.
         directory: the run's private directory; removed at the end.
-        run_id: 16 bytes.
+        life: run id, epoch and first step.
         launch: starts the processes; called in this thread.
         clock: a monotonic clock, in seconds.
 
@@ -63,7 +63,7 @@ class Monitor(threading.Thread):
         self,
         config: ExecutorConfig,
         directory: RunDirectory,
-        run_id: bytes,
+        life: Life,
         launch: Callable[[], list[WorkerProcess]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +80,7 @@ class Monitor(threading.Thread):
         self._wake_lock = threading.RLock()  # a finalizer may come in between
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self.group = Group(config, directory, run_id, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
+        self.group = Group(config, directory, life, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)
         self._relay = OutputRelay()

@@ -21,7 +21,7 @@ from .launch import mp
 from .launch.plan import plan_ranks, rank_environment
 from .launch.process import WorkerProcess
 from .monitor import Monitor
-from .state import GroupState
+from .state import GroupState, Life
 from .step import Request, StepFuture
 
 _log = logging.getLogger("stepcast.runtime")
@@ -32,13 +32,16 @@ class MpGroup:
 
     Args:
         config: the settings.
+        epoch: the number of this life of the group, from 1.
+        first_step: the id of its first step.
 
     Attributes:
         on_failure: called with the error that has ended the group.
     """
 
-    def __init__(self, config: ExecutorConfig) -> None:
+    def __init__(self, config: ExecutorConfig, *, epoch: int = 1, first_step: int = 1) -> None:
         self._config = config
+        self._life = Life(secrets.token_bytes(16), epoch, first_step)
         self._pid = os.getpid()
         self._forked: list[WorkerProcess] = []
         self._interrupts = HeldInterrupts()  # until the monitor has everything in hand
@@ -56,12 +59,11 @@ class MpGroup:
 
     def _prepare(self) -> None:
         config = self._config
-        run_id = secrets.token_bytes(16)
         in_main_thread = threading.current_thread() is threading.main_thread()
         # Spawned ranks end with the monitor's thread. A fork's parent is the thread that calls here: only the main
         # thread is known to live as long as the group. A fork server's ranks are not our children at all.
         die_with_driver = config.start_method == "spawn" or (config.start_method == "fork" and in_main_thread)
-        boots = plan_ranks(config, self._directory, run_id, 1, die_with_driver=die_with_driver)
+        boots = plan_ranks(config, self._directory, self._life, die_with_driver=die_with_driver)
         environments = [rank_environment(config, boot) for boot in boots]
         if config.start_method != "spawn":
             # Before this group has a thread or a ZeroMQ context.
@@ -70,7 +72,7 @@ class MpGroup:
         def launch() -> list[WorkerProcess]:
             return self._forked or mp.spawn_all(boots, environments)
 
-        self._monitor = Monitor(config, self._directory, run_id, launch)
+        self._monitor = Monitor(config, self._directory, self._life, launch)
         self._group = self._monitor.group
         self.on_failure: list[Callable[[StepcastError], None]] = self._monitor.on_failure
 
@@ -78,6 +80,21 @@ class MpGroup:
     def state(self) -> GroupState:
         """Where the group is in its life."""
         return self._group.state
+
+    @property
+    def epoch(self) -> int:
+        """The number of this life of the group."""
+        return self._life.epoch
+
+    @property
+    def failure(self) -> StepcastError | None:
+        """The error that has ended the group."""
+        return self._group.failure
+
+    @property
+    def last_step(self) -> int:
+        """The id of the last step that was published."""
+        return self._group.last_step
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -13,6 +13,21 @@ answers. The next step that all ranks answer makes it READY again. FAILED is fin
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
+
+
+class Life(NamedTuple):
+    """One life of the group.
+
+    Attributes:
+        run_id: 16 bytes.
+        epoch: its number, from 1.
+        first_step: the id of its first step: ids go on from one life to the next.
+    """
+
+    run_id: bytes
+    epoch: int = 1
+    first_step: int = 1
 
 
 class GroupState(Enum):

@@ -11,6 +11,7 @@ from pathlib import Path
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import ConfigError
 from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.state import Life
 from stepcast.workers.base import Worker
 from stepcast.workers.boot_config import BootConfig
 from stepcast.workers.death_watch import process_start_time
@@ -24,15 +25,14 @@ reroute: Callable[[BootConfig], BootConfig] | None = None
 
 
 def plan_ranks(
-    config: ExecutorConfig, directory: RunDirectory, run_id: bytes, epoch: int, *, die_with_driver: bool
+    config: ExecutorConfig, directory: RunDirectory, life: Life, *, die_with_driver: bool
 ) -> list[BootConfig]:
     """Write down what each rank of a group on this host is told.
 
     Args:
         config: the settings.
         directory: the run's private directory.
-        run_id: 16 bytes.
-        epoch: the life of the group.
+        life: run id and epoch.
         die_with_driver: as in `BootConfig`.
 
     Returns:
@@ -46,13 +46,13 @@ def plan_ranks(
             rank=rank,
             local_rank=rank,
             world_size=config.world_size,
-            epoch=epoch,
+            epoch=life.epoch,
             output_rank=config.output_rank,
             device=config.device,
-            rendezvous=f"file://{directory.path}/rendezvous-{epoch}",
+            rendezvous=f"file://{directory.path}/rendezvous-{life.epoch}",
             collective_timeout_s=config.collective_timeout_s,
             worker=worker_spec(config.worker),
-            run_id=run_id,
+            run_id=life.run_id,
             publish_endpoint=directory.endpoint("publish"),
             reply_endpoint=directory.endpoint("replies"),
             max_message_bytes=config.max_message_bytes,

@@ -262,7 +262,7 @@ def test_a_stepcast_that_is_no_table_is_refused(tmp_path: Path) -> None:
 def test_every_plain_field_can_be_given_by_a_variable() -> None:
     """STEPCAST_ and the field's name in capitals; numbers are parsed."""
     values: dict[str, Any] = {"worker": "m:D", "backend": "mp", "output_rank": 0, "start_method": "fork"}
-    values |= {"log_format": "json", "log_level": "DEBUG", "keepalive": "bus"}
+    values |= {"log_format": "json", "log_level": "DEBUG", "keepalive": "bus", "restart": "on_failure"}
     values["unresponsive_timeout_s"] = 7.5
     for name in set(TYPES) - set(MAPPINGS) - set(SWITCHES):
         value = values.get(name, {"int": 2, "float": 2.5}.get(TYPES[name], "text"))

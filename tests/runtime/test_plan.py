@@ -14,6 +14,7 @@ import pytest
 from stepcast import ConfigError, ExecutorConfig, Worker
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.runtime.launch.plan import plan_ranks, rank_environment, worker_spec
+from stepcast.runtime.state import Life
 from stepcast.workers.boot_config import BootConfig
 from stepcast.workers.death_watch import process_start_time
 from stepcast.workers.echo import Echo
@@ -30,7 +31,7 @@ def directory() -> Iterator[RunDirectory]:
 
 def plan(directory: RunDirectory, **settings: Any) -> tuple[ExecutorConfig, list[BootConfig]]:
     config = ExecutorConfig(**{"worker": "module:Class", "world_size": 3, **settings})
-    return config, plan_ranks(config, directory, RUN_ID, 1, die_with_driver=True)
+    return config, plan_ranks(config, directory, Life(RUN_ID), die_with_driver=True)
 
 
 def test_every_rank_is_told_its_place_and_where_to_find_the_others(directory: RunDirectory) -> None:
@@ -54,7 +55,7 @@ def test_every_rank_is_told_its_place_and_where_to_find_the_others(directory: Ru
 def test_a_new_epoch_has_a_new_rendezvous(directory: RunDirectory) -> None:
     """No process group is ever joined again."""
     config, _ = plan(directory)
-    boots = plan_ranks(config, directory, RUN_ID, 2, die_with_driver=False)
+    boots = plan_ranks(config, directory, Life(RUN_ID, 2), die_with_driver=False)
     assert {(boot.epoch, boot.rendezvous) for boot in boots} == {(2, f"file://{directory.path}/rendezvous-2")}
 
 

@@ -1,0 +1,259 @@
+"""Restarts a group in place: `ExecutorConfig(restart="on_failure")`.
+
+Each life of the group, an epoch, is an `MpGroup` of its own: processes, sockets, run directory and rendezvous are all
+new, and nothing of the epoch before can reach it. The supervisor's thread waits for a failure, sees the old epoch to
+its end, waits for as long as the policy says, and puts a new one in its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from stepcast.bus.errors import StepcastError
+
+from . import failures
+from .config import ExecutorConfig
+from .health import GroupHealth
+from .monitor import Monitor
+from .processes import MpGroup
+from .state import GroupState
+from .step import Request, StepFuture
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+class RestartPolicy:
+    """How often, and how soon, a group is restarted. Pure: the caller reads the clock.
+
+    Args:
+        max_restarts: how many restarts there may be within the window.
+        window_s: the window, in seconds.
+        backoff_s: seconds before the first restart in the window; twice as long before each further one.
+    """
+
+    def __init__(self, max_restarts: int, window_s: float, backoff_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._backoff_s = backoff_s
+        self._failed_at: deque[float] = deque()
+
+    def failed(self, now: float) -> float | None:
+        """Note a failure.
+
+        Args:
+            now: the monotonic clock's reading.
+
+        Returns:
+            Seconds until the group is to be restarted; None where it is not.
+        """
+        while self._failed_at and now - self._failed_at[0] > self._window_s:
+            self._failed_at.popleft()
+        if len(self._failed_at) >= self._max_restarts:
+            return None
+        delay_s = min(self._backoff_s * 2.0 ** len(self._failed_at), self._window_s)
+        self._failed_at.append(now)
+        return delay_s
+
+
+class RestartingGroup:
+    """A group that is restarted when it fails. The same methods as `MpGroup`.
+
+    Args:
+        config: the settings.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        on_failure: called with each error that has ended an epoch, in a thread of the group's.
+    """
+
+    def __init__(self, config: ExecutorConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._pid = os.getpid()
+        self._policy = RestartPolicy(config.max_restarts, config.restart_window_s, config.restart_backoff_s)
+        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self._changed = threading.Condition()
+        self._restarts = 0
+        self._given_up: StepcastError | None = None
+        self._stopping = threading.Event()
+        self._failed = threading.Event()
+        self._starting: MpGroup | None = None
+        self._group = self._new_group(config, epoch=1, first_step=1)
+        self._thread = threading.Thread(target=self._supervise, name="stepcast-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """As `MpGroup.start`."""
+        self._group.start()
+        self._thread.start()
+        atexit.register(self._stop_quietly)
+
+    @property
+    def state(self) -> GroupState:
+        """Where the group is in its life; "starting" while it is restarted."""
+        return GroupState.STARTING if self._is_restarting else self._group.state
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The process ids of the ranks of the current epoch, in order."""
+        return self._group.worker_pids
+
+    def run(self, request: Request) -> Any:
+        """As `MpGroup.run`; waits while the group is restarted."""
+        return self._accepting_group().run(request)
+
+    def submit(self, request: Request) -> StepFuture:
+        """As `MpGroup.submit`; waits while the group is restarted."""
+        return self._accepting_group().submit(request)
+
+    def try_submit(self, request: Request) -> StepFuture | None:
+        """As `MpGroup.try_submit`.
+
+        Returns:
+            The step's future; None where there is no room, or the group is being restarted.
+        """
+        if self._is_restarting:
+            return None
+        return self._group.try_submit(request)
+
+    def abort_step(self, step: int) -> bool:
+        """As `MpGroup.abort_step`."""
+        return self._group.abort_step(step)
+
+    def health(self) -> GroupHealth:
+        """As `MpGroup.health`: of the current epoch, or of the one that has failed while there is no other."""
+        health = replace(self._group.health(), restarts=self._restarts)
+        return replace(health, state=GroupState.STARTING.value, ok=False) if self._is_restarting else health
+
+    def request_stop(self) -> None:
+        """Ask for the end of the group, and return at once."""
+        if os.getpid() == self._pid:
+            # A finalizer may run in any thread, one that holds a lock of this object included.
+            threading.Thread(target=self._stop_quietly, name="stepcast-stop", daemon=True).start()
+
+    def stop(self, *, kill: bool = False) -> None:
+        """As `MpGroup.stop`."""
+        if os.getpid() != self._pid:  # a fork of the embedder: the group is its parent's
+            return
+        atexit.unregister(self._stop_quietly)
+        with self._changed:
+            self._stopping.set()
+            self._failed.set()
+            starting = self._starting
+            self._changed.notify_all()
+        if starting is not None:
+            starting.stop(kill=True)
+        # In a callback of a monitor's the supervisor waits for that very callback to return.
+        if self._thread.ident is not None and not isinstance(threading.current_thread(), Monitor):
+            self._thread.join(self._config.startup_timeout_s)
+        self._group.stop(kill=kill)
+
+    @property
+    def _is_restarting(self) -> bool:
+        ended = self._group.state is GroupState.FAILED
+        return ended and self._given_up is None and not self._stopping.is_set()
+
+    def _accepting_group(self) -> MpGroup:
+        group = self._group
+        return group if group.state.accepts_steps else self._wait_for_group()
+
+    def _wait_for_group(self) -> MpGroup:
+        failures.check_process(self._pid)
+        limit_s = self._config.restart_wait_s
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._is_restarting, limit_s):
+                if self._given_up is not None:
+                    raise failures.closed(GroupState.FAILED, self._given_up)
+                return self._group
+        raise failures.restarting(limit_s, self._group.failure)
+
+    # The supervisor's thread.
+
+    def _supervise(self) -> None:
+        while True:
+            self._failed.wait()
+            if self._stopping.is_set():
+                return
+            self._failed.clear()
+            error = self._group.failure
+            if error is None:
+                continue
+            self._group.stop(kill=True)
+            if not self._restart(error):
+                return
+
+    def _restart(self, error: StepcastError) -> bool:
+        """Put a new epoch in the place of one that has failed. Returns False where there is none."""
+        epoch, first_step = self._group.epoch, self._group.last_step + 1
+        while True:
+            delay_s = self._policy.failed(self._clock())
+            if delay_s is None:
+                self._give_up(error)
+                return False
+            epoch += 1
+            _log.warning("the group has failed; epoch %d starts in %.3g s. The failure: %s", epoch, delay_s, error)
+            if self._stopping.wait(delay_s):
+                return False
+            try:
+                self._start_epoch(epoch, first_step)
+            except StepcastError as failure:
+                if self._stopping.is_set():
+                    return False
+                error = failure
+            except BaseException as failure:  # noqa: BLE001 - a thread that ended unseen would let all wait
+                _log.exception("the group can't be restarted")
+                self._give_up(StepcastError(f"the group could not be restarted: {failure!r}"))
+                return False
+            else:
+                return True
+
+    def _start_epoch(self, epoch: int, first_step: int) -> None:
+        config = self._config
+        if config.start_method == "fork":
+            _log.warning("epoch %d is spawned: a process with threads and sockets can't be forked safely", epoch)
+            config = config.replace(start_method="spawn")
+        group = self._new_group(config, epoch=epoch, first_step=first_step)
+        with self._changed:
+            self._starting = group
+        try:
+            if self._stopping.is_set():
+                group.request_stop()
+            group.start()
+        finally:
+            with self._changed:
+                self._starting = None
+        with self._changed:
+            self._restarts += 1
+            self._group = group
+            self._changed.notify_all()
+        _log.warning("epoch %d is ready, after %d restarts in all", epoch, self._restarts)
+
+    def _new_group(self, config: ExecutorConfig, *, epoch: int, first_step: int) -> MpGroup:
+        group = MpGroup(config, epoch=epoch, first_step=first_step)
+        group.on_failure.append(self._epoch_failed)
+        return group
+
+    def _epoch_failed(self, error: StepcastError) -> None:
+        """In the thread of the epoch's monitor."""
+        self._failed.set()
+        for callback in tuple(self.on_failure):
+            callback(error)
+
+    def _give_up(self, error: StepcastError) -> None:
+        with self._changed:
+            self._given_up = failures.not_restarted(self._restarts, self._config.max_restarts, error)
+            self._changed.notify_all()
+        _log.error("%s", self._given_up)
+
+    def _stop_quietly(self) -> None:
+        try:
+            self.stop()
+        except StepcastError as failure:
+            _log.error("while the executor was shut down at its end: %s", failure)

@@ -1,0 +1,34 @@
+"""How often and how soon a group is restarted: arithmetic on a clock that the test reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepcast import ConfigError, ExecutorConfig
+from stepcast.runtime.supervisor import RestartPolicy
+
+
+def test_each_further_restart_waits_twice_as_long() -> None:
+    policy = RestartPolicy(4, window_s=100.0, backoff_s=0.5)
+    assert [policy.failed(now) for now in (0.0, 1.0, 3.0, 7.0)] == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_past_the_number_there_is_no_restart() -> None:
+    policy = RestartPolicy(2, window_s=100.0, backoff_s=1.0)
+    assert [policy.failed(now) for now in (0.0, 50.0, 100.0)] == [1.0, 2.0, None]
+
+
+def test_failures_that_lie_before_the_window_are_forgotten() -> None:
+    policy = RestartPolicy(2, window_s=100.0, backoff_s=1.0)
+    assert [policy.failed(now) for now in (0.0, 50.0, 100.5, 101.0, 250.0)] == [1.0, 2.0, 2.0, None, 1.0]
+
+
+def test_no_restart_waits_for_longer_than_the_window() -> None:
+    policy = RestartPolicy(60, window_s=100.0, backoff_s=1.0)
+    assert max(policy.failed(float(now)) or 0 for now in range(50)) == 100.0
+
+
+def test_a_group_without_processes_can_not_be_restarted() -> None:
+    with pytest.raises(ConfigError, match=r"restart='on_failure' replaces processes, and backend='uni' has none"):
+        ExecutorConfig(worker="m:C", backend="uni", restart="on_failure")
+    assert ExecutorConfig(worker="m:C", restart="on_failure").resolved_backend == "mp"
