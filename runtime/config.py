@@ -41,7 +41,7 @@ class ExecutorConfig:
         worker: the worker's class: the class itself, or ``module:Class``, or ``path/to/script.py:Class``.
         world_size: the number of ranks.
         backend: "mp" (a process per rank) or "uni" (one rank, in this process). None chooses: "uni" for a world size of
-            1 that is not to be restarted, else "mp".
+            1 where neither `restart` nor `watch_parent` asks for processes, else "mp".
         start_method: how "mp" starts its processes: "spawn" (fresh interpreters), "fork" or "forkserver".
         worker_options: plain MessagePack values, handed to each worker as `RankInfo.options`.
         worker_env: environment variables for the worker processes, beside those of this process. Spawned workers
@@ -82,6 +82,8 @@ class ExecutorConfig:
         restart_backoff_s: how long to wait before the first restart; each further one within the window waits twice as
             long as the one before.
         restart_wait_s: how long a submission waits for the group to be restarted.
+        watch_parent: whether the group ends, and this process gets SIGTERM, when the process that has started this one
+            dies. For a driver that serves a front end in another process.
         run_dir: the directory that holds the run's private directory; None for the platform's temporary directory.
         log_format: "console" or "json": how lines are written where stepcast itself sets logging up (its command line).
         log_level: the level of the workers' own logging.
@@ -121,6 +123,7 @@ class ExecutorConfig:
     restart_window_s: float = 600.0
     restart_backoff_s: float = 0.5
     restart_wait_s: float = 60.0
+    watch_parent: bool = False
     run_dir: str | None = None
     log_format: str = "console"
     log_level: str = "INFO"
@@ -149,12 +152,8 @@ class ExecutorConfig:
             raise ConfigError(
                 f"output_rank={self.output_rank}: must be a rank of the group, 0 to {self.world_size - 1}"
             )
-        if self.backend == "uni" and self.world_size != 1:
-            raise ConfigError(f"backend='uni' runs one rank, but world_size={self.world_size}: use backend='mp'")
-        if self.backend == "uni" and self.restart != "never":
-            raise ConfigError(
-                f"restart={self.restart!r} replaces processes, and backend='uni' has none of its own: use backend='mp'"
-            )
+        if self.backend == "uni":
+            self._check_uni()
         if self.unresponsive_timeout_s is not None and self.unresponsive_timeout_s < 3 * self.heartbeat_interval_s:
             raise ConfigError(
                 f"unresponsive_timeout_s={self.unresponsive_timeout_s!r}: must be at least 3 times "
@@ -176,6 +175,16 @@ class ExecutorConfig:
         object.__setattr__(self, "worker_options", MappingProxyType(options))
         object.__setattr__(self, "worker_env", MappingProxyType(dict(self.worker_env)))
 
+    def _check_uni(self) -> None:
+        if self.world_size != 1:
+            raise ConfigError(f"backend='uni' runs one rank, but world_size={self.world_size}: use backend='mp'")
+        if self.restart != "never":
+            raise ConfigError(
+                f"restart={self.restart!r} replaces processes, and backend='uni' has none of its own: use backend='mp'"
+            )
+        if self.watch_parent:
+            raise ConfigError("watch_parent=True: backend='uni' has no monitor to watch it; use backend='mp'")
+
     @property
     def resolved_backend(self) -> str:
         """The backend to use: the one that was asked for, else the one that is chosen.
@@ -188,7 +197,8 @@ class ExecutorConfig:
                 "this process was started by torchrun, which has started every rank already: a group of its own "
                 "can't be started inside one (backend 'mp'); start the program without torchrun, or use backend='uni'"
             )
-        return self.backend or ("uni" if self.world_size == 1 and self.restart == "never" else "mp")
+        needs_processes = self.world_size > 1 or self.restart != "never" or self.watch_parent
+        return self.backend or ("mp" if needs_processes else "uni")
 
     @classmethod
     def load(

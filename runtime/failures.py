@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stepcast.bus.errors import (
     Backpressure,
@@ -21,6 +22,22 @@ from .config import ExecutorConfig
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .state import GroupState
 from .step import Limit
+
+_log = logging.getLogger("stepcast.runtime")
+
+
+def announce(failure: StepcastError, callbacks: Sequence[Callable[[StepcastError], None]]) -> None:
+    """Tell the embedder that the group has failed.
+
+    Args:
+        failure: the error that has ended it.
+        callbacks: the embedder's; what they raise is logged.
+    """
+    for callback in callbacks:
+        try:
+            callback(failure)
+        except Exception:  # noqa: BLE001 - the embedder's
+            _log.exception("an on_failure callback raised")
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -26,6 +26,7 @@ from .group import Group
 from .keepalive import KeepalivePacer
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .output import OutputRelay
+from .parent_watch import ParentWatch
 from .pump import MONITOR_LOOK_S
 from .state import GroupState, Life
 
@@ -84,6 +85,9 @@ class Monitor(threading.Thread):
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)
         self._relay = OutputRelay()
+        self._parent = ParentWatch(config.watch_parent)
+        if self._parent.fd is not None:
+            self._epoll.register(self._parent.fd, select.EPOLLIN | select.EPOLLONESHOT)
         self._keepalive = KeepalivePacer(config.keepalive_every if config.keepalive == "collective" else None)
         now = clock()
         self._start_deadline = now + config.startup_timeout_s
@@ -240,6 +244,8 @@ class Monitor(threading.Thread):
             self._judge_broken(rank, description)
         if group.inbox.unrecoverable is not None:
             group.fail(group.inbox.unrecoverable)
+        if self._parent.has_died():
+            group.fail(self._parent.error())
 
     def _judge_broken(self, rank: int, description: Sequence[str]) -> None:
         del self.group.inbox.broken[rank]
@@ -357,17 +363,9 @@ class Monitor(threading.Thread):
     def _announce(self) -> None:
         if self.group.state.accepts_steps:
             self.started.set()
-        elif self.group.state is GroupState.FAILED and self.on_failure:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        callbacks, self.on_failure = self.on_failure, []
-        for callback in callbacks:
-            try:
-                assert self.group.failure is not None  # noqa: S101 - it is FAILED
-                callback(self.group.failure)
-            except Exception:  # noqa: BLE001 - the embedder's
-                _log.exception("an on_failure callback raised")
+        elif self.group.failure is not None and self.on_failure:
+            callbacks, self.on_failure = self.on_failure, []
+            failures.announce(self.group.failure, callbacks)
 
     def _fail(self, error: StepcastError) -> None:
         with self.group.lock:
@@ -397,3 +395,5 @@ class Monitor(threading.Thread):
         self.on_end()
         self.started.set()
         self.ended.set()
+        self._parent.end_process()
+        self._parent.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stepcast.bus.errors import StepcastError
+from stepcast.bus.errors import Closed, StepcastError
 
 from . import failures
 from .config import ExecutorConfig
@@ -177,23 +177,30 @@ class RestartingGroup:
     # The supervisor's thread.
 
     def _supervise(self) -> None:
-        while True:
-            self._failed.wait()
-            if self._stopping.is_set():
-                return
-            self._failed.clear()
-            error = self._group.failure
-            if error is None:
-                continue
-            self._group.stop(kill=True)
-            if not self._restart(error):
-                return
+        try:
+            while self._outlives_failure():
+                pass
+        except BaseException as error:  # noqa: BLE001 - a thread that ended unseen would let all wait
+            _log.exception("the supervisor failed")
+            self._give_up(StepcastError(f"the supervisor failed: {error!r}"))
+
+    def _outlives_failure(self) -> bool:
+        """Wait for the next failure, and restart the group. Returns False where it is over."""
+        self._failed.wait()
+        if self._stopping.is_set():
+            return False
+        self._failed.clear()
+        error = self._group.failure
+        if error is None:
+            return True
+        self._group.stop(kill=True)
+        return self._restart(error)
 
     def _restart(self, error: StepcastError) -> bool:
         """Put a new epoch in the place of one that has failed. Returns False where there is none."""
         epoch, first_step = self._group.epoch, self._group.last_step + 1
         while True:
-            delay_s = self._policy.failed(self._clock())
+            delay_s = None if isinstance(error, Closed) else self._policy.failed(self._clock())
             if delay_s is None:
                 self._give_up(error)
                 return False
@@ -207,10 +214,6 @@ class RestartingGroup:
                 if self._stopping.is_set():
                     return False
                 error = failure
-            except BaseException as failure:  # noqa: BLE001 - a thread that ended unseen would let all wait
-                _log.exception("the group can't be restarted")
-                self._give_up(StepcastError(f"the group could not be restarted: {failure!r}"))
-                return False
             else:
                 return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import hypothesis
+import pytest
 
 from .leaks import leak_guard, session_guard
 
@@ -20,3 +21,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # A busy machine slows an example down by more than hypothesis allows for.
 hypothesis.settings.register_profile("stepcast", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("stepcast")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-seconds", type=float, default=5.0, help="how long each soak under faults lasts")
+    parser.addoption("--long-steps", type=int, default=20_000, help="steps of the endurance run; a million is the aim")

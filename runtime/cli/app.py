@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import itertools
 import json
 import logging
 import signal
@@ -20,7 +21,7 @@ import typer
 from rich.console import Console
 
 from stepcast.bus.errors import ConfigError
-from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.config import START_METHODS, ExecutorConfig
 from stepcast.runtime.doctor import examine
 from stepcast.runtime.log import configure_logging
 from stepcast.runtime.platforms import package_version
@@ -191,15 +192,28 @@ def chaos(
     world_size: Annotated[int, typer.Option(metavar="N", min=2, help="The number of ranks.")] = 2,
     start_method: StartMethodOption = None,
     seed: Annotated[int, typer.Option(help="Draws the victims.")] = 0,
+    every: Annotated[
+        bool, typer.Option("--all", help="With 2 and with 4 ranks, by every start method; takes several minutes.")
+    ] = False,
+    soak: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1.0,
+            show_default="none",
+            help="Instead of scenarios: one group under random faults for so long, restarted when it fails.",
+        ),
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the scenarios' names, and run none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, and nothing else.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Inject faults into live groups, and tell what became of each."""
-    from stepcast.runtime.testing.chaos import play  # noqa: PLC0415 - no other command needs it
+    from stepcast.runtime.testing import soak as soaking  # noqa: PLC0415 - no other command needs these
+    from stepcast.runtime.testing.chaos import play  # noqa: PLC0415
     from stepcast.runtime.testing.scenarios import SCENARIOS  # noqa: PLC0415
 
-    from .chaos import print_outcomes  # noqa: PLC0415
+    from .chaos import print_outcomes, print_soak  # noqa: PLC0415
 
     with Outcome(debug=debug), _results_on_stdout() as out:
         known = {each.name: each for each in SCENARIOS}
@@ -211,14 +225,26 @@ def chaos(
             raise ConfigError(f"no scenario {', '.join(unknown)}; --list prints their names")
         configure_logging("console", "DEBUG" if debug else "CRITICAL")  # errors are what is looked for
         method = "spawn" if start_method is None else start_method.value
-        outcomes = [
-            play(known[name], world_size=world_size, start_method=method, seed=seed) for name in scenario or known
-        ]
-        if as_json:
-            print(json.dumps([dataclasses.asdict(each) for each in outcomes]), file=out, flush=True)
+        if soak is not None:
+            report = soaking.soak(soak, world_size=world_size, start_method=method, seed=seed)
+            passed = report.passed
+            if as_json:
+                print(json.dumps(dataclasses.asdict(report)), file=out, flush=True)
+            else:
+                print_soak(report, Console(file=out))
         else:
-            print_outcomes(outcomes, Console(file=out))
-    if not all(each.passed for each in outcomes):
+            runs = itertools.product((2, 4), START_METHODS) if every else ((world_size, method),)
+            outcomes = [
+                play(known[name], world_size=ranks, start_method=started, seed=seed)
+                for ranks, started in runs
+                for name in scenario or known
+            ]
+            passed = all(each.passed for each in outcomes)
+            if as_json:
+                print(json.dumps([dataclasses.asdict(each) for each in outcomes]), file=out, flush=True)
+            else:
+                print_outcomes(outcomes, Console(file=out))
+    if not passed:
         raise typer.Exit(FAILED)
 
 

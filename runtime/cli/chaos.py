@@ -1,4 +1,4 @@
-"""The table of `stepcast chaos`, for people."""
+"""The tables of `stepcast chaos`, for people."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepcast.runtime.testing.chaos import Outcome
+from stepcast.runtime.testing.soak import SoakReport
 
 
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -36,6 +37,28 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
             str(each.lost_steps),
             "; ".join([*each.leaks, *filter(None, [each.problem])]) or "-",
         )
+    console.print(table)
+
+
+def print_soak(report: SoakReport, console: Console) -> None:
+    """Print what became of a soak.
+
+    Args:
+        report: the soak's.
+        console: where to.
+    """
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    faults = ", ".join(f"{count} {name}" for name, count in sorted(report.faults.items()))
+    for name, value in (
+        ("outcome", "[green]ok[/]" if report.passed else "[red]no[/]"),
+        ("faults", faults or "-"),
+        ("steps", f"{report.submitted} submitted, {report.answered} answered, {report.failed} failed"),
+        ("restarts", str(report.restarts)),
+        ("descriptors", " -> ".join(f"{value:g}" for value in report.descriptors)),
+        ("memory, MiB", " -> ".join(f"{value:.1f}" for value in report.memory_mib)),
+        ("left behind, problem", "; ".join([*report.leaks, *filter(None, [report.problem])]) or "-"),
+    ):
+        table.add_row(name, value)
     console.print(table)
 
 

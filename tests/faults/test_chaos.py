@@ -12,10 +12,13 @@ pytest.importorskip("typer")
 
 from stepcast.runtime.testing.chaos import Scenario, play
 from stepcast.runtime.testing.scenarios import SCENARIOS
+from stepcast.runtime.testing.soak import soak
 from tests.e2e.command import stepcast
 
 METHODS = ("spawn", "fork", "forkserver")
 SEED = 20261202
+#: Draws a kill and a segmentation fault first.
+SOAK_SEED = 59
 #: A sample in which every pair of world size and start method occurs; the command runs all.
 PAIRS = list(itertools.product((2, 4), METHODS))
 SAMPLE = list(zip(random.Random(SEED).sample(SCENARIOS, len(PAIRS)), PAIRS, strict=True))
@@ -48,6 +51,23 @@ def test_json_and_table() -> None:
     table = stepcast(*arguments).stdout
     assert "kill-idle" in table
     assert "WorkerLost" in table
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_soak_hangs_leaks_and_loses_nothing(method: str, request: pytest.FixtureRequest) -> None:
+    """Every step has one outcome, and nothing grows; `--soak-seconds 600` makes it last."""
+    report = soak(request.config.getoption("--soak-seconds"), world_size=2, start_method=method, seed=SOAK_SEED)
+    assert report.passed, report
+    assert report.faults
+    assert report.answered > 0
+    assert report.restarts > 0, report
+
+
+def test_the_soak_of_the_command_tells_what_it_did() -> None:
+    """The table, and the exit code."""
+    told = json.loads(stepcast("chaos", "--soak", "1", "--seed", "1", "--json").stdout)
+    assert (told["passed"], told["seed"], told["leaks"], told["problem"]) == (True, 1, [], None)
+    assert told["submitted"] == told["answered"] + told["failed"] > 0
 
 
 def test_scenarios_are_listed_and_unknown_ones_refused() -> None:

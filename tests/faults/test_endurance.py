@@ -156,3 +156,30 @@ def test_groups_that_come_and_go_leave_nothing(
     grown_per_group = (memory[-1] - memory[groups // 3]) / (groups - groups // 3)
     measured("grown_kib_per_group", round(grown_per_group / 1024))
     assert grown_per_group < 100 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_steps_neither_grow_nor_slow_down(
+    request: pytest.FixtureRequest, measured: Callable[[str, object], None]
+) -> None:
+    """The last tenth of the steps is as fast as the first, as medians, and memory is flat; `--long-steps 1000000`."""
+    count = request.config.getoption("--long-steps")
+    config = ExecutorConfig(worker="stepcast.workers.echo:Echo", world_size=2)
+    with Executor(config) as executor:
+        processes = [psutil.Process(pid) for pid in (os.getpid(), *executor.worker_pids)]
+        latencies = np.empty(count, dtype=np.float32)  # made before: it must not count as growth
+        latencies.fill(0.0)
+        memory = []
+        for number in range(count):
+            began = time.perf_counter()
+            assert executor.step(number) == number
+            latencies[number] = time.perf_counter() - began
+            if number % (count // 10) == count // 20:
+                memory.append(sum(each.memory_info().rss for each in processes))
+    tenth = count // 10
+    first, last = float(np.median(latencies[:tenth])), float(np.median(latencies[-tenth:]))
+    measured("first and last tenth, us", (round(first * 1e6, 1), round(last * 1e6, 1)))
+    measured("memory, MiB", [size >> 20 for size in memory])
+    assert last < 2 * first
+    assert memory[-1] - memory[0] < 16 * MIB

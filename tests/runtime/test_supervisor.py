@@ -32,3 +32,9 @@ def test_a_group_without_processes_can_not_be_restarted() -> None:
     with pytest.raises(ConfigError, match=r"restart='on_failure' replaces processes, and backend='uni' has none"):
         ExecutorConfig(worker="m:C", backend="uni", restart="on_failure")
     assert ExecutorConfig(worker="m:C", restart="on_failure").resolved_backend == "mp"
+
+
+def test_a_group_without_processes_watches_no_parent() -> None:
+    with pytest.raises(ConfigError, match="watch_parent=True: backend='uni' has no monitor"):
+        ExecutorConfig(worker="m:C", backend="uni", watch_parent=True)
+    assert ExecutorConfig(worker="m:C", watch_parent=True).resolved_backend == "mp"
