@@ -267,8 +267,8 @@ def not_restarted(restarts: int, max_restarts: int, failure: StepcastError) -> S
         failure: the last failure; the cause of this one.
     """
     error = StepcastError(
-        f"the group was restarted {restarts} times, and max_restarts={max_restarts} within restart_window_s are used "
-        f"up; start a new executor. The last failure: {failure}"
+        f"the group has failed for good, after {restarts} restarts (max_restarts={max_restarts}); start a new "
+        f"executor. The last failure: {failure}"
     )
     error.__cause__ = failure
     return error

@@ -107,11 +107,17 @@ class RestartingGroup:
 
     def run(self, request: Request) -> Any:
         """As `MpGroup.run`; waits while the group is restarted."""
-        return self._accepting_group().run(request)
+        try:
+            return self._accepting_group().run(request)
+        except Closed:  # the group has failed before the step was published
+            return self._wait_for_group_or_raise().run(request)
 
     def submit(self, request: Request) -> StepFuture:
         """As `MpGroup.submit`; waits while the group is restarted."""
-        return self._accepting_group().submit(request)
+        try:
+            return self._accepting_group().submit(request)
+        except Closed:
+            return self._wait_for_group_or_raise().submit(request)
 
     def try_submit(self, request: Request) -> StepFuture | None:
         """As `MpGroup.try_submit`.
@@ -119,9 +125,12 @@ class RestartingGroup:
         Returns:
             The step's future; None where there is no room, or the group is being restarted.
         """
-        if self._is_restarting:
-            return None
-        return self._group.try_submit(request)
+        try:
+            return None if self._is_restarting else self._group.try_submit(request)
+        except Closed:
+            if self._is_restarting:
+                return None
+            raise
 
     def abort_step(self, step: int) -> bool:
         """As `MpGroup.abort_step`."""
@@ -164,6 +173,12 @@ class RestartingGroup:
         group = self._group
         return group if group.state.accepts_steps else self._wait_for_group()
 
+    def _wait_for_group_or_raise(self) -> MpGroup:
+        """Called where `Closed` was caught, which is raised again where the group is not being restarted."""
+        if not self._is_restarting:
+            raise  # noqa: PLE0704 - the caller's exception
+        return self._wait_for_group()
+
     def _wait_for_group(self) -> MpGroup:
         failures.check_process(self._pid)
         limit_s = self._config.restart_wait_s
@@ -187,9 +202,9 @@ class RestartingGroup:
     def _outlives_failure(self) -> bool:
         """Wait for the next failure, and restart the group. Returns False where it is over."""
         self._failed.wait()
+        self._failed.clear()  # before the question: a stop that comes behind it sets it again
         if self._stopping.is_set():
             return False
-        self._failed.clear()
         error = self._group.failure
         if error is None:
             return True
@@ -199,12 +214,15 @@ class RestartingGroup:
     def _restart(self, error: StepcastError) -> bool:
         """Put a new epoch in the place of one that has failed. Returns False where there is none."""
         epoch, first_step = self._group.epoch, self._group.last_step + 1
+        attempts = 0
         while True:
             delay_s = None if isinstance(error, Closed) else self._policy.failed(self._clock())
-            if delay_s is None:
+            # Starts that fail in a row are counted past the window too: each may take as long as the window.
+            if delay_s is None or attempts >= self._config.max_restarts:
                 self._give_up(error)
                 return False
             epoch += 1
+            attempts += 1
             _log.warning("the group has failed; epoch %d starts in %.3g s. The failure: %s", epoch, delay_s, error)
             if self._stopping.wait(delay_s):
                 return False
@@ -214,6 +232,8 @@ class RestartingGroup:
                 if self._stopping.is_set():
                     return False
                 error = failure
+            except Exception as failure:  # noqa: BLE001 - such as no descriptors left: it may be better next time
+                error = StepcastError(f"epoch {epoch} could not be started: {failure!r}")
             else:
                 return True
 

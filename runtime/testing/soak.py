@@ -30,7 +30,7 @@ _SAMPLE_INTERVAL_S = 0.5
 _BATCH = 4
 _STOPPED_S = 0.3
 #: What the last quarter of the samples may have more than the first: descriptors, and memory.
-_DESCRIPTOR_SLACK = 4
+_DESCRIPTOR_SLACK = 8
 _MEMORY_SLACK_MIB = 16.0
 _MIB = 1 << 20
 
@@ -127,7 +127,8 @@ class _Soak:
                     _FAULTS[name](self._group, self._draw.randrange(self._report.world_size))
                 next_fault = time.monotonic() + self._draw.uniform(*_PAUSE_S)
             self._wait(futures)
-            if now >= next_sample and faults:
+            # Not while the group is down, and holds less than it does otherwise.
+            if now >= next_sample and faults and self._group.executor.health().ok:
                 self._samples.append(_footprint())
                 next_sample = now + _SAMPLE_INTERVAL_S
         self._report.faults = dict(faults)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_past_the_number_of_restarts_the_executor_is_done_for() -> None:
             wait_for_epoch(executor, epoch)
         kill(executor)
         wait_for_failure(executor)
-        with pytest.raises(Closed, match=r"restarted 2 times, and max_restarts=2 .* used up.*was killed by SIGKILL"):
+        with pytest.raises(Closed, match=r"for good, after 2 restarts \(max_restarts=2\); .*was killed by SIGKILL"):
             executor.step("no more")
         assert executor.health().state == "failed"
     assert len(failures) == 3
@@ -215,3 +216,33 @@ print(executor.step("after"), *executor.worker_pids)
     answer, *pids = run.stdout.split()
     assert answer == "after"
     assert all(process_has_ended(int(pid)) for pid in pids)
+
+
+def test_a_submission_that_waits_for_room_waits_for_the_new_group() -> None:
+    with Executor(config(max_in_flight=1)) as executor:
+        sleeping = threading.Thread(target=sleep_until_lost, args=(executor,))
+        sleeping.start()
+        wait_until(lambda: {rank.phase for rank in executor.health().ranks} == {"call"})
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(executor.step, "waited")
+            wait_until(lambda: executor.health().in_flight == 1)
+            kill(executor)
+            assert waiting.result(LIMIT_S) == "waited"
+        sleeping.join(LIMIT_S)
+        assert executor.health().epoch == 2
+
+
+def test_failed_starts_in_a_row_are_counted_past_the_window(tmp_path: Path) -> None:
+    script = tmp_path / "once.py"
+    script.write_text(
+        "from stepcast import Worker\n"
+        "class Once(Worker):\n"
+        "    def setup(self, rank):\n"
+        "        if rank.epoch > 1: raise OSError('no second time')\n"
+        "    def execute(self, step): return step\n"
+    )
+    with Executor(config(f"{script}:Once", max_restarts=1, restart_window_s=0.001)) as executor:
+        kill(executor)
+        wait_for_failure(executor)
+        with pytest.raises(Closed, match="no second time"):
+            executor.step("never")
