@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepcast.bus.verdicts import Activity
+from stepcast.workers.death_watch import stat_fields
 
-#: proc(5), /proc/[pid]/stat, counted from the first field behind the command's name, which is the third.
+#: Places in `stat_fields`.
 _STATE, _UTIME, _STIME = 0, 11, 12
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 #: Less of a processor than this is no progress: threads of ZeroMQ's, or a poll now and then, take some as well.
@@ -48,7 +49,7 @@ def read(pid: int, now: float) -> Sample | None:
         The sample; None where there is no such process, or no /proc.
     """
     try:
-        fields = _stat(Path(f"/proc/{pid}"))
+        fields = stat_fields(Path(f"/proc/{pid}"))
     except OSError:
         return None
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
@@ -108,15 +109,9 @@ def describe(samples: Sequence[Sample], pid: int) -> str:
     return f"waits in the kernel (state {state}, {used}): {held}; see /proc/{pid}/stack or its stacks (SIGUSR1)"
 
 
-def _stat(process: Path) -> list[str]:
-    stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
-    # The command's name is in brackets, and may hold spaces and brackets itself.
-    return stat.rpartition(")")[2].split()
-
-
 def _is_runnable(pid: int) -> bool:
     try:
-        return any(_stat(thread)[_STATE] == "R" for thread in Path(f"/proc/{pid}/task").iterdir())
+        return any(stat_fields(thread)[_STATE] == "R" for thread in Path(f"/proc/{pid}/task").iterdir())
     except OSError:  # it, or one of its threads, has just ended
         return False
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from stepcast.bus.errors import Closed, StepcastError
 
@@ -26,6 +26,8 @@ from .monitor import Monitor
 from .processes import MpGroup
 from .state import GroupState
 from .step import Request, StepFuture
+
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger("stepcast.runtime")
 
@@ -107,17 +109,11 @@ class RestartingGroup:
 
     def run(self, request: Request) -> Any:
         """As `MpGroup.run`; waits while the group is restarted."""
-        try:
-            return self._accepting_group().run(request)
-        except Closed:  # the group has failed before the step was published
-            return self._wait_for_group_or_raise().run(request)
+        return self._on_a_living_group(MpGroup.run, request)
 
     def submit(self, request: Request) -> StepFuture:
         """As `MpGroup.submit`; waits while the group is restarted."""
-        try:
-            return self._accepting_group().submit(request)
-        except Closed:
-            return self._wait_for_group_or_raise().submit(request)
+        return self._on_a_living_group(MpGroup.submit, request)
 
     def try_submit(self, request: Request) -> StepFuture | None:
         """As `MpGroup.try_submit`.
@@ -169,15 +165,14 @@ class RestartingGroup:
         ended = self._group.state is GroupState.FAILED
         return ended and self._given_up is None and not self._stopping.is_set()
 
-    def _accepting_group(self) -> MpGroup:
-        group = self._group
-        return group if group.state.accepts_steps else self._wait_for_group()
-
-    def _wait_for_group_or_raise(self) -> MpGroup:
-        """Called where `Closed` was caught, which is raised again where the group is not being restarted."""
-        if not self._is_restarting:
-            raise  # noqa: PLE0704 - the caller's exception
-        return self._wait_for_group()
+    def _on_a_living_group(self, method: Callable[[MpGroup, Request], _Result], request: Request) -> _Result:
+        try:
+            group = self._group
+            return method(group if group.state.accepts_steps else self._wait_for_group(), request)
+        except Closed:  # the group has failed before the step was published
+            if not self._is_restarting:
+                raise
+            return method(self._wait_for_group(), request)
 
     def _wait_for_group(self) -> MpGroup:
         failures.check_process(self._pid)
@@ -266,8 +261,7 @@ class RestartingGroup:
     def _epoch_failed(self, error: StepcastError) -> None:
         """In the thread of the epoch's monitor."""
         self._failed.set()
-        for callback in tuple(self.on_failure):
-            callback(error)
+        failures.announce(error, tuple(self.on_failure))
 
     def _give_up(self, error: StepcastError) -> None:
         with self._changed:

@@ -13,6 +13,23 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 _START_TIME_FIELD = 22  # proc(5), /proc/[pid]/stat, counted from 1
 
 
+def stat_fields(process: Path) -> list[str]:
+    """Read what the kernel tells of a process or a thread.
+
+    Args:
+        process: its directory under /proc.
+
+    Returns:
+        The fields of proc(5), /proc/[pid]/stat, from the third on: the first is the state.
+
+    Raises:
+        OSError: there is no such process any more.
+    """
+    stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
+    # The command's name is in brackets, and may hold spaces and brackets itself.
+    return stat.rpartition(")")[2].split()
+
+
 def process_start_time(pid: int) -> int | None:
     """Read when a process started.
 
@@ -23,12 +40,9 @@ def process_start_time(pid: int) -> int | None:
         Clock ticks after boot; None where there is no such process.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat_fields(Path(f"/proc/{pid}"))[_START_TIME_FIELD - 3])
     except OSError:
         return None
-    # The command's name is in brackets, and may hold spaces and brackets itself.
-    after_name = stat.rpartition(")")[2].split()
-    return int(after_name[_START_TIME_FIELD - 3])
 
 
 def die_with_parent_thread() -> None:

@@ -11,8 +11,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from stepcast.workers.death_watch import stat_fields
+
 _POLL_INTERVAL_S = 0.02
-_PPID_FIELD = 1  # behind the name in /proc/[pid]/stat
+_PPID_FIELD = 1  # in `stat_fields`
 #: multiprocessing's own helpers live as long as this process.
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
@@ -65,8 +67,8 @@ def _is_ours(path: Path) -> bool:
 def _descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
-        fields = _read(int(path.name), "stat").rpartition(b")")[2].split()
-        if fields:
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat_fields(path)
             children.setdefault(int(fields[_PPID_FIELD]), []).append(int(path.name))
     found = list(children.get(root, ()))
     for pid in found:

@@ -66,10 +66,9 @@ class Stream:
         self.phases.append(self.board.status.phase)
         self.answers.append(Answer(kind, sequence, step, frames, times))
 
-    def run(self, worker: Worker, *, rank: int = 0, output_rank: int = 0) -> list[Answer]:
-        WorkerLoop(
-            worker, self, self, self.board, rank=rank, output_rank=output_rank, max_answer_bytes=LIMIT_BYTES
-        ).run()
+    def run(self, worker: Worker, *, rank: int = 0, output_rank: int = 0, **settings: Any) -> list[Answer]:
+        places: dict[str, Any] = {"rank": rank, "output_rank": output_rank, "max_answer_bytes": LIMIT_BYTES}
+        WorkerLoop(worker, self, self, self.board, **places, **settings).run()
         return self.answers
 
 
@@ -145,16 +144,7 @@ def test_the_tally_of_a_steps_collectives_goes_with_its_answer_alone() -> None:
 
 def test_keepalive_does_what_the_rank_was_given_and_is_answered() -> None:
     stream, done = Stream(message(Kind.KEEPALIVE, 2)), []
-    WorkerLoop(
-        Subject(),
-        stream,
-        stream,
-        stream.board,
-        rank=0,
-        output_rank=0,
-        max_answer_bytes=LIMIT_BYTES,
-        keepalive=lambda: done.append(stream.board.status.sequence),
-    ).run()
+    stream.run(Subject(), keepalive=lambda: done.append(stream.board.status.sequence))
     assert done == [2]
     assert [(each.kind, each.sequence) for each in stream.answers] == [(Kind.RESULT, 2)]
 
@@ -395,17 +385,7 @@ def test_rank_info_knows_nothing_of_aborts_by_itself() -> None:
 def test_a_rank_that_raised_takes_no_step_before_its_peers_have_answered_the_same() -> None:
     """They may sit in a collective of that step: the next step's would answer it."""
     stream = Stream(message(Kind.STEP, 1, {"raise": "no"}), message(Kind.STEP, 2, "next"))
-    loop = WorkerLoop(
-        Subject(),
-        stream,
-        stream,
-        stream.board,
-        rank=0,
-        output_rank=0,
-        max_answer_bytes=LIMIT_BYTES,
-        resume_timeout_s=LIMIT_S,
-    )
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=stream.run, args=(Subject(),), kwargs={"resume_timeout_s": LIMIT_S})
     thread.start()
     wait_until(lambda: stream.answers)
     stream.board.resume(0)  # an earlier one
@@ -418,16 +398,6 @@ def test_a_rank_that_raised_takes_no_step_before_its_peers_have_answered_the_sam
 def test_a_rank_that_raised_and_hears_nothing_ends() -> None:
     """The error tells what it has waited for."""
     stream = Stream(message(Kind.STEP, 1, {"raise": "no"}), message(Kind.STEP, 2, "next"))
-    loop = WorkerLoop(
-        Subject(),
-        stream,
-        stream,
-        stream.board,
-        rank=0,
-        output_rank=0,
-        max_answer_bytes=LIMIT_BYTES,
-        resume_timeout_s=0.01,
-    )
     with pytest.raises(ProtocolError, match="step 1 failed on this rank"):
-        loop.run()
+        stream.run(Subject(), resume_timeout_s=0.01)
     assert [answer.kind for answer in stream.answers] == [Kind.FAILURE]
