@@ -129,7 +129,8 @@ def test_a_rank_that_waits_in_native_code_and_holds_the_gil_is_unresponsive(
     stage: Stage, let_go: Callable[[], None]
 ) -> None:
     """Neither an answer nor progress: that can't be told from a deadlock, but from a stopped process."""
-    with Executor(stage.config(heartbeat_interval_s=INTERVAL_S)) as executor:
+    # Processor time is told in ticks of 10 ms: over a short interval one or two of them would look like progress.
+    with Executor(stage.config(heartbeat_interval_s=3 * INTERVAL_S)) as executor:
         future = executor.submit({"1": "doze"}, gather=True)
         try:
             wait_for_verdicts(executor, "idle", "unresponsive", "idle")
