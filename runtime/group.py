@@ -78,8 +78,8 @@ class Group:
         self.processes: list[WorkerProcess] = []
         self._wake_monitor = wake_monitor
         self.last_step = life.first_step - 1
-        self._room = threading.Condition(self.lock)
-        self._waiting_for_room = 0
+        #: Threads that wait for room while another one reads.
+        self._want_room: set[threading.Event] = set()
         self._takes_steps = False
         self._max_bytes = min(config.max_message_bytes, config.max_in_flight_bytes)
         self._closed = False
@@ -110,6 +110,7 @@ class Group:
         self.next_deadline = self.pending.next_deadline
         self.outcomes = self.pending.outcomes
         self.under_way = self.pending.under_way
+        self.has_waiting = self.pending.has_waiting
         self.answers_wanted = self.pending.answers_wanted
         self.give_out = self.pending.give_out
         self.pump = Pump(self.replies, self, watch=watch, wake_monitor=wake_monitor)
@@ -175,16 +176,18 @@ class Group:
             timeout_s: the longest to wait; None for the limits of the step itself.
         """
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        self.pump.read_until(entry, deadline)
+        has_read = self.pump.read_until(entry, deadline)
         if entry.settled and entry.future is None:
             return
         with self.lock:
             if entry.settled and entry.future is None:
                 return
             # Another thread reads, or gives the outcome out just now.
-            entry.future = entry.future or StepFuture(entry, self.wait, self.abort_step)
-        if not entry.future.done():
-            wait_for_futures((entry.future,), None if deadline is None else max(0.0, deadline - self.clock()))
+            future = entry.future = entry.future or StepFuture(entry, self.wait, self.abort_step)
+        if not has_read:
+            self.pump.read_in_turn(entry, deadline, future.told())
+        if not future.done():
+            wait_for_futures((future,), None if deadline is None else max(0.0, deadline - self.clock()))
 
     def abort_step(self, step: int) -> bool:
         """Resolve a step's future with `StepAborted`, and tell the ranks.
@@ -237,14 +240,10 @@ class Group:
                 self.expire(now)
             while self.pending.to_resume:
                 self.control(Kind.RESUME, self.pending.to_resume.pop())
-            if self._waiting_for_room:
-                self._room.notify_all()
+            if self._want_room:
+                self._tell_of_room()
         if rare:
             self._wake_monitor()
-
-    def has_waiting(self) -> bool:
-        """Whether somebody waits for what the replies bring: an outcome, or room."""
-        return self.pending.has_waiting() or self._waiting_for_room > 0
 
     # What the monitor uses. It holds the lock in all of these.
 
@@ -254,7 +253,7 @@ class Group:
         _log.debug("group %s -> %s", self.state.value, state.value)
         self.state = state
         self._takes_steps = state.accepts_steps
-        self._room.notify_all()
+        self._tell_of_room()
 
     def fail(self, error: StepcastError) -> None:
         """End the group: every future gets the error, and the monitor ends the processes."""
@@ -372,15 +371,18 @@ class Group:
 
     def _wait_for_room(self, request: Request, deadline: float) -> None:
         """Wait until there may be room, the group takes no steps any more, or the deadline."""
-        room = _Room(self, request.size)
-        if not self.pump.read_until(room, deadline):
-            with self._room:  # another thread reads
-                self._waiting_for_room += 1
-                self.pump.attend()
-                try:
-                    self._room.wait_for(lambda: room.settled, deadline - self.clock())
-                finally:
-                    self._waiting_for_room -= 1
+        room, told = _Room(self, request.size), threading.Event()
+        with self.lock:
+            self._want_room.add(told)
+        try:
+            self.pump.read_in_turn(room, deadline, told)
+        finally:
+            with self.lock:
+                self._want_room.discard(told)
+
+    def _tell_of_room(self) -> None:
+        for told in self._want_room:
+            told.set()
 
 
 class _Room:

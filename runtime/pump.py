@@ -2,7 +2,7 @@
 
 A thread that waits for an answer reads the replies itself, blocked in ZeroMQ: each hop to another thread costs more
 than the rest of the step. While nobody waits, the monitor reads them. A second thread that waits lets the first one
-read for it.
+read for it, and reads itself once that one has what it waited for: the monitor may be in a callback of the embedder's.
 
 The reply socket belongs to whoever holds `_reading`. It is *armed* when all that had come was read and the monitor
 watches its descriptor. A waiting thread disarms it, and leaves it so where nobody else waits for an outcome: a loop of
@@ -13,7 +13,9 @@ monitor's next look, at most `MONITOR_LOOK_S` later.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence, Sized
+from contextlib import suppress
 from typing import Protocol
 
 from stepcast.bus.replies import Reply, ReplyReader
@@ -83,6 +85,8 @@ class Pump:
         self._watch = watch
         self._wake_monitor = wake_monitor
         self._reading = threading.Lock()
+        #: Threads that wait while another one reads: set for the one whose turn it is.
+        self._turns: deque[threading.Event] = deque()
         self._armed = False
         self._closed = False
 
@@ -94,7 +98,7 @@ class Pump:
             deadline: the clock's reading at which to give up.
 
         Returns:
-            False where another thread reads: what the caller waits for happens without it.
+            False where another thread reads: see `read_in_turn`.
         """
         while self._reading.acquire(blocking=False):
             try:
@@ -109,6 +113,31 @@ class Pump:
                 return True
         return False
 
+    def read_in_turn(self, goal: Goal, deadline: float | None, turn: threading.Event) -> None:
+        """Wait until something is settled while another thread reads, and read from when it ceases to.
+
+        Args:
+            goal: what is waited for.
+            deadline: the clock's reading at which to give up.
+            turn: set by whoever settles the goal.
+        """
+        while not (self.read_until(goal, deadline) or goal.settled):
+            left_s = None if deadline is None else deadline - self._handler.clock()
+            if left_s is not None and left_s <= 0:
+                return
+            turn.clear()
+            self._turns.append(turn)
+            try:
+                # Looked at after it stands in line: who leaves looks at the line after that.
+                if self._reading.locked() and not goal.settled:
+                    turn.wait(left_s)
+            except BaseException:
+                self._give_turn()  # it may have been this one's
+                raise
+            finally:
+                with suppress(ValueError):
+                    self._turns.remove(turn)
+
     def look(self) -> None:
         """Read all that has come, without waiting, and arm the socket; unless a waiting thread reads. The monitor's."""
         if not self._reading.acquire(blocking=False):
@@ -117,6 +146,7 @@ class Pump:
             self._drain_and_arm()
         finally:
             self._reading.release()
+            self._give_turn()
         self._handler.give_out()
 
     def attend(self) -> None:
@@ -172,9 +202,15 @@ class Pump:
                 self._drain_and_arm()
         finally:
             self._reading.release()
+            if self._turns:
+                self._give_turn()
         # Asked again: who has published since then saw this thread still reading, and left it to it.
         if not self._armed and self._handler.has_waiting():
             self._wake_monitor()
+
+    def _give_turn(self) -> None:
+        with suppress(IndexError):
+            self._turns.popleft().set()
 
     def _drain_and_arm(self) -> None:
         while not self._closed and (reply := self._replies.read()) is not None:

@@ -94,6 +94,12 @@ class StepFuture(Future[Any]):
                 return
         self._call(fn)
 
+    def told(self) -> threading.Event:
+        """Make an event that is set with the outcome, ahead of the callbacks."""
+        event = threading.Event()
+        super().add_done_callback(lambda _: event.set())
+        return event
+
     def call_back(self) -> None:
         """Call the callbacks. The future has been resolved."""
         with self._callbacks_lock:

@@ -618,6 +618,38 @@ def test_a_callback_that_waits_for_room_gets_it(pair: Executor, new_gate: Any, w
 
 
 @pytest.mark.timeout(45)
+def test_who_waits_is_answered_while_the_monitor_is_in_a_callback(pair: Executor, new_gate: Any) -> None:
+    """One thread reads for both, and the other goes on by itself when that one has its answer, or has given up."""
+    entered, leave = threading.Event(), threading.Event()
+    pair.submit(None).add_done_callback(lambda _: (entered.set(), leave.wait(2 * LIMIT_S)))
+    try:
+        assert entered.wait(LIMIT_S)
+        first, second, room = new_gate(), new_gate(), new_gate()
+        futures = [pair.submit({"gate": str(first)})]
+        reader = in_thread(futures[0].result)
+        wait_until(pair._group._group.pump._reading.locked, message="the thread that reads")
+        futures += [pair.submit({"gate": str(second)}), pair.submit({"gate": str(room)})]
+        futures += [pair.submit({"gate": str(room)}) for _ in range(5)]
+        in_line = pair._group._group.pump._turns
+        gives_up = in_thread(lambda: futures[1].exception(0.2))
+        waiting = in_thread(futures[1].result)
+        submitting = in_thread(lambda: pair.submit("another"))
+        with pytest.raises(StillWaiting):
+            gives_up.result(LIMIT_S)
+        wait_until(lambda: len(in_line) == 2, message="those who wait")
+        first.open()
+        assert reader.result(LIMIT_S) == 0
+        assert submitting.result(LIMIT_S).step == futures[-1].step + 1
+        second.open()
+        assert waiting.result(LIMIT_S) == 0
+        assert not in_line
+        room.open()
+        assert futures[-1].result(LIMIT_S) == 0
+    finally:
+        leave.set()
+
+
+@pytest.mark.timeout(45)
 @pytest.mark.parametrize("waits", [True, False], ids=["in the waiting thread", "in the monitor"])
 def test_a_callback_may_run_a_step_of_its_own(pair: Executor, gate: Any, waits: bool) -> None:
     """It waits for it as any other thread does, and may ask about the group and abort what it likes."""
