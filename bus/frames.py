@@ -30,7 +30,7 @@ from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 MAGIC = b"scb"
-VERSION = 2
+VERSION = 3
 DRIVER_RANK = -1
 
 #: Sequenced messages, read by a worker's loop thread.
@@ -107,13 +107,16 @@ class Times(NamedTuple):
     Attributes:
         received_ns: CLOCK_MONOTONIC of that host when its loop had the message, in nanoseconds.
         compute_ns: nanoseconds from there to the answer.
-        waited_ns: the part of them spent waiting in collectives.
+        queued_ns: how long its thread was kept from a processor since it looked last, before it had the message or
+            after; it looks in steps of a millisecond or more. 0 in shorter ones, and where the kernel does not tell.
+        waited_ns: the part of `compute_ns` spent waiting in collectives.
         collectives: how many of them it has entered; 0 where they are not counted.
         fingerprint: which ones, as `stepcast.bus.tally` draws it.
     """
 
     received_ns: int
     compute_ns: int
+    queued_ns: int
     waited_ns: int
     collectives: int
     fingerprint: int
@@ -128,12 +131,12 @@ FLAGS_AT = 6
 PLACE = struct.Struct("<QQi")
 PLACE_START = _GROUPED.size - PLACE.size
 #: The same, and the times behind it.
-TIMED_PLACE = struct.Struct(PLACE.format + "QQQQQ")
-_TIMES = struct.Struct("<QQQQQ")
+TIMED_PLACE = struct.Struct(PLACE.format + "QQQQQQ")
+_TIMES = struct.Struct("<QQQQQQ")
 HEADER_BYTES = _HEADER.size
 TIMES_BYTES = _TIMES.size
 #: Where the tally of the collectives begins in the times.
-TALLY_START = 24
+TALLY_START = 32
 
 _CLASS_OF: dict[int, bytes] = {
     **dict.fromkeys((Kind.BEGIN, Kind.STEP, Kind.CALL, Kind.KEEPALIVE, Kind.STOP), STEP_CLASS),
@@ -228,7 +231,7 @@ class Wire:
         return BadFrame(f"epoch {epoch}, expected {self._epoch}", "epoch")
 
 
-def pack_times(times: tuple[int, int, int, int, int]) -> bytes:
+def pack_times(times: tuple[int, int, int, int, int, int]) -> bytes:
     """Pack times alone, for `parse_times`.
 
     Args:

@@ -242,7 +242,7 @@ class ReplySender:
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: tuple[int, int, int, int, int] | None = None,
+        times: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
         """Send a message to the driver.
 

@@ -29,6 +29,7 @@ from .output import OutputRelay
 from .parent_watch import ParentWatch
 from .pump import MONITOR_LOOK_S
 from .state import GroupState, Life
+from .straggler import StragglerWatch
 
 #: PROBE is published less and less often, down to once in this time.
 _MAX_PROBE_INTERVAL_S = 1.0
@@ -84,6 +85,7 @@ class Monitor(threading.Thread):
         self.group = Group(config, directory, life, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)
+        self._straggler = StragglerWatch(config.heartbeat_interval_s, self.group.pending.straggler)
         self._relay = OutputRelay()
         self._parent = ParentWatch(config.watch_parent)
         if self._parent.fd is not None:
@@ -96,10 +98,7 @@ class Monitor(threading.Thread):
         self._begun = False
         #: The group ends for a rank that does not go on: its stacks are wanted.
         self._stuck = False
-        self._stop_wanted = False
-        self._kill_wanted = False
-        self._killing = False
-        self._terminated = False
+        self._stop_wanted = self._kill_wanted = self._killing = self._terminated = False
         #: What is sent to the processes that are left, and when; None is the end of patience.
         self._escalation: list[tuple[float, signal.Signals | None]] = []
         self._patience_ended = False
@@ -145,8 +144,7 @@ class Monitor(threading.Thread):
             self._clean_up()
 
     def _turn(self) -> None:
-        timeout_s = self._sleep_s(self._clock())
-        ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
+        ready = {fd for fd, _ in self._epoll.poll(self._sleep_s(self._clock()))}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         self.group.pump.look()
@@ -161,6 +159,7 @@ class Monitor(threading.Thread):
             self._advance(now)
         self.group.give_out()
         self._announce()
+        self._straggler.look(now)
 
     def _start_processes(self) -> None:
         with self.group.lock:

@@ -238,7 +238,7 @@ class UniGroup:
         step: int = 0,  # noqa: ARG002
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,  # noqa: ARG002
-        times: tuple[int, int, int, int, int] | None = None,
+        times: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
         """The loop's answers."""
         with self._changed:
@@ -247,7 +247,7 @@ class UniGroup:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
                 self._pending.to_resume.clear()  # there are no peers, and it does not wait
             else:
-                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0, 0, 0)))
+                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0, 0, 0, 0)))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:

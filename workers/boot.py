@@ -155,7 +155,7 @@ class _Rank:
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status
             frames = codec.encode(describe_error(error))
-            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0, 0, 0))
+            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0, 0, 0, 0))
             return EXIT_FAILED
         self._replies.send(Kind.BYE)
         return 0

@@ -16,11 +16,15 @@ from stepcast.bus.subscriber import Gap, Message
 
 from .base import Worker
 from .board import NO_COLLECTIVES, Board
+from .run_queue import RunQueue
 
 #: A traceback longer than this is cut in the middle: it has to fit in any message limit.
 _MAX_TRACEBACK_CHARS = 32_000
 #: No FAILURE is larger than this: type, text and traceback, at four bytes for a character.
 MAX_FAILURE_BYTES = 4 * 4 * _MAX_TRACEBACK_CHARS
+
+#: A shorter step is not asked how long it was kept from the processor: the question takes some microseconds.
+_LONG_NS = 1_000_000
 
 _GATHER = int(Flag.GATHER)
 _IDLE = Phase.IDLE
@@ -47,7 +51,7 @@ class ReplySink(Protocol):
         step: int = 0,
         frames: Sequence[bytes | memoryview] = (),
         flags: int = 0,
-        times: tuple[int, int, int, int, int] | None = None,
+        times: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
         """Send a message to the driver."""
         ...
@@ -102,14 +106,15 @@ class WorkerLoop:
     def run(self) -> None:
         """Take the stream's messages, one after another, until STOP. Parks in the bus while there is none."""
         receive = self._steps.next
-        while True:
-            item = receive()
-            if isinstance(item, Message):
-                if item.header.kind == _STOP:
-                    return
-                self._handle(item)
-            elif item is not None:
-                self._ask_for(item)
+        with RunQueue() as self._run_queue:
+            while True:
+                item = receive()
+                if isinstance(item, Message):
+                    if item.header.kind == _STOP:
+                        return
+                    self._handle(item)
+                elif item is not None:
+                    self._ask_for(item)
 
     def _ask_for(self, gap: Gap) -> None:
         if gap.expected != self._asked_for:  # once: the heartbeat asks again where the replay is lost too
@@ -136,8 +141,9 @@ class WorkerLoop:
         done_ns = monotonic_ns()
         # Idle before the reply: who has the reply may ask at once what the rank is doing.
         self._board.moment = (_IDLE, done_ns, sequence, step)
-        tally = self._board.tally
-        self._replies.send(kind, sequence, step, frames, 0, (received_ns, done_ns - received_ns, *tally))
+        tally, compute_ns = self._board.tally, done_ns - received_ns
+        queued_ns = self._run_queue.waited_ns() if compute_ns >= _LONG_NS else 0
+        self._replies.send(kind, sequence, step, frames, 0, (received_ns, compute_ns, queued_ns, *tally))
         if tally is not NO_COLLECTIVES:
             self._board.tally = NO_COLLECTIVES
         if self._board.aborted:

@@ -76,10 +76,22 @@ def test_every_field_survives_the_round_trip(run_id: bytes, epoch: int, header: 
 
 
 @given(
-    st.sampled_from([Kind.RESULT, Kind.FAILURE]), u64, u64, ranks, u16, st.tuples(u64, u64, u64, u64, u64), st.binary()
+    st.sampled_from([Kind.RESULT, Kind.FAILURE]),
+    u64,
+    u64,
+    ranks,
+    u16,
+    st.tuples(u64, u64, u64, u64, u64, u64),
+    st.binary(),
 )
 def test_the_times_travel_behind_the_header(
-    kind: Kind, sequence: int, step: int, rank: int, flags: int, times: tuple[int, int, int, int, int], payload: bytes
+    kind: Kind,
+    sequence: int,
+    step: int,
+    rank: int,
+    flags: int,
+    times: tuple[int, int, int, int, int, int],
+    payload: bytes,
 ) -> None:
     """The header of a timed message is that of any other, and the times come back in their order."""
     head = WIRE.pack(kind, sequence, step, rank, flags) + pack_times(times)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,12 @@ class Checksum(Worker):
     def execute(self, step: Any) -> list[int]:
         self.count += 1
         return [self.count, step.nbytes, zlib.crc32(step)]
+
+
+class Spinner(Worker):
+    """A step is a number of seconds of its processor's time that each rank uses up."""
+
+    def execute(self, step: float) -> None:
+        until = time.thread_time() + step
+        while time.thread_time() < until:
+            pass

@@ -364,7 +364,7 @@ def test_overhead_is_what_the_slowest_rank_did_not_compute() -> None:
     """Of a step of 100 us of which the slowest rank computed 60, 40 are overhead."""
 
     class Answered(Future[Any]):
-        times: ClassVar = {0: Times(0, 20_000, 0, 0, 0), 1: Times(0, 60_000, 0, 0, 0)}
+        times: ClassVar = {0: Times(0, 20_000, 0, 0, 0, 0), 1: Times(0, 60_000, 0, 0, 0, 0)}
 
     class Ranks:
         def submit(self, payload: Any) -> Answered:

@@ -26,7 +26,7 @@ def trail_of(names: list[str]) -> list[tuple[int, int, str]]:
 def times_of(names: list[str]) -> bytes:
     """The times of a rank that has answered after these collectives."""
     count, fingerprint, _ = trail_of(names)[0] if names else (0, 0, "")
-    return pack_times((0, 0, 0, count, fingerprint))
+    return pack_times((0, 0, 0, 0, count, fingerprint))
 
 
 def told(

@@ -81,9 +81,9 @@ def test_answers_after_different_collectives_end_the_group(settled: bool) -> Non
     table = Table(3)
     entry, later = table.submit(gather=not settled), table.submit()
     for rank in (0, 1):
-        table.pending.result(rank, entry.sequence, (), pack_times((rank, 7, 5, 2, 256 + 1)))
+        table.pending.result(rank, entry.sequence, (), pack_times((rank, 7, 0, 5, 2, 256 + 1)))
     assert table.expire() is None
-    table.pending.result(2, entry.sequence, (), pack_times((9, 7, 5, 1, 512 + 3)))
+    table.pending.result(2, entry.sequence, (), pack_times((9, 7, 0, 5, 1, 512 + 3)))
     assert table.pending.next_deadline() == -math.inf
     error = table.expire()
     assert isinstance(error, Diverged)

@@ -89,7 +89,7 @@ class Scene:
 
     def answer(self, rank: int, compute_s: float) -> None:
         self.bus.answered[rank] = self.bus.sequence
-        self.pending.result(rank, self.bus.sequence, (), pack_times((0, int(compute_s * 1e9), 0, 0, 0)))
+        self.pending.result(rank, self.bus.sequence, (), pack_times((0, int(compute_s * 1e9), 0, 0, 0, 0)))
 
     def verdicts(self) -> list[str]:
         return [rank.verdict for rank in self.vitals.ranks(self.now)]
