@@ -102,8 +102,8 @@ def test_a_rank_that_is_only_behind_is_not_diverged(tmp_path: Path) -> None:
 
 # Keepalive. The timeout is scaled down; who is idle for longer than that is idle for too long.
 
-TIMEOUT_S = 2.0
-IDLE_S = 5.0
+TIMEOUT_S = 6.0
+IDLE_S = 20.0
 KEEPALIVE = {"keepalive": "collective", "keepalive_every": 3}
 LIVING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Parked", KEEPALIVE),
@@ -112,6 +112,7 @@ LIVING: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_idle_ranks_die_only_inside_a_broadcast_without_keepalive() -> None:
     with contextlib.ExitStack() as stack:
         start = functools.partial(config, collective_timeout_s=TIMEOUT_S)
@@ -121,7 +122,7 @@ def test_idle_ranks_die_only_inside_a_broadcast_without_keepalive() -> None:
         assert [executor.step(["all_reduce"]) for executor in groups] == [[3.0]] * 4
         wait_until(lambda: dying.health().ranks[1].phase == "parked")
         idle_until = time.monotonic() + IDLE_S
-        wait_until(lambda: time.monotonic() >= idle_until)
+        wait_until(lambda: time.monotonic() >= idle_until, 2 * IDLE_S)
         with pytest.raises(StepcastError, match="Timed out"):
             dying.step(["all_reduce"])
         assert [executor.health().failure for executor in living] == [None] * 3
