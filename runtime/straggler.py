@@ -24,7 +24,7 @@ _WORDS = {
     "bus": "has its messages {:.3g} ms later",
     "compute": "computes {:.3g} ms longer",
     "descheduled": "waits for a processor, and takes {:.3g} ms longer,",
-    "collective": "wait in collectives {:.3g} ms longer",
+    "collective": "wait in collectives for {:.3g} ms",
 }
 #: A lead that is smaller than this part of the step is no news.
 _MIN_PART = 0.1
