@@ -48,7 +48,8 @@ class RestartPolicy:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._backoff_s = backoff_s
-        self._forget()
+        self._in_a_row = 0
+        self._next_delay_s = backoff_s
 
     def failed(self, lived_s: float) -> float | None:
         """Note a failure.
@@ -60,17 +61,13 @@ class RestartPolicy:
             Seconds until the group is to be restarted; None where it is not.
         """
         if lived_s >= self._window_s:
-            self._forget()
+            self._in_a_row, self._next_delay_s = 0, self._backoff_s
         if self._in_a_row >= self._max_restarts:
             return None
         delay_s = min(self._next_delay_s, self._window_s)
         self._in_a_row += 1
         self._next_delay_s = 2 * delay_s
         return delay_s
-
-    def _forget(self) -> None:
-        self._in_a_row = 0
-        self._next_delay_s = self._backoff_s
 
 
 class RestartingGroup:
@@ -127,7 +124,7 @@ class RestartingGroup:
     def undo(self, step: int, request: Request) -> bool:
         """As `MpGroup.undo`."""
         group = self._group
-        if step < group.first_step or self._is_restarting:
+        if step < group.first_step:
             return False
         try:
             return group.undo(step, request)
