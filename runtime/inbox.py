@@ -137,7 +137,7 @@ class Inbox:
         if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase in _IDLE_PHASES, now=told.last_heard):
             self.unrecoverable = ProtocolError(
                 f"an answer of rank {rank} was lost: it says that it has answered message {told.sequence}, "
-                f"the last that came here is that to message {answered}; the group has ended: start a new executor",
+                f"the last that came here is that to message {answered}",
                 expected=str(told.sequence),
                 got=str(answered),
                 rank=rank,

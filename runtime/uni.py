@@ -27,6 +27,7 @@ from . import failures
 from .config import ExecutorConfig
 from .health import GroupHealth, RankHealth
 from .interrupts import HeldInterrupts
+from .news import FailureNews
 from .pending import PendingTable
 from .state import GroupState, can_change
 from .step import Pending, Request, StepFuture
@@ -60,7 +61,8 @@ class UniGroup:
         self._pid = os.getpid()
         self.state = GroupState.NEW
         self.failure: StepcastError | None = None
-        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self._news = FailureNews()
+        self.on_failure = self._news.callbacks
         self._changed = threading.Condition()
         self._pending = PendingTable(1, config.failure_grace_s)
         self._board = Board()
@@ -108,6 +110,11 @@ class UniGroup:
     def run(self, request: Request) -> Any:
         """As `Group.run`."""
         return self.submit(request).result()
+
+    def undo(self, step: int, request: Request) -> bool:  # noqa: ARG002 - there is one life
+        """As `MpGroup.undo`."""
+        self.run(request)
+        return True
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""
@@ -216,6 +223,7 @@ class UniGroup:
         self._pending.give_out()
         if self._timer.ident is not None and self._timer is not threading.current_thread():
             self._timer.join(self.config.kill_timeout_s)
+        self._news.wait(self.config.kill_timeout_s)
         if self.failure is not None and not failed_before:
             raise self.failure
 
@@ -375,12 +383,11 @@ class UniGroup:
         if self.state in (GroupState.FAILED, GroupState.STOPPED):
             return
         self.failure = error
+        failures.ends_group(error, restarted=False)
         self._change(GroupState.FAILED)
         self._pending.fail_all(error)
         self._end_loop()  # the worker may come back to it
-        callbacks, self.on_failure = self.on_failure, []
-        for callback in callbacks:
-            threading.Thread(target=callback, args=(error,), name="stepcast-on-failure", daemon=True).start()
+        self._news.tell(error)
 
 
 def _copied(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:

@@ -385,7 +385,7 @@ def test_the_groups_limit_ends_the_group() -> None:
     assert isinstance(error, StepTimeout)
     assert (error.knob, error.limit_s, error.phases) == ("step_timeout_s", HARD_LIMIT_S, {0: "idle", 1: "step"})
     assert "no answer from rank 1 (step) after 8 s" in str(error)
-    assert "the group ends" in str(error)
+    assert "the stacks of all ranks are in the log" in str(error)
 
 
 def test_an_aborted_step_fails_at_once_and_its_answers_are_dropped() -> None:
