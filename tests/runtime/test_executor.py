@@ -649,6 +649,40 @@ def test_who_waits_is_answered_while_the_monitor_is_in_a_callback(pair: Executor
         leave.set()
 
 
+@pytest.mark.timeout(90)
+def test_threads_that_submit_wait_give_up_and_abort_all_end(pair: Executor) -> None:
+    """Whoever reads for whom: every future has one outcome, and the right one."""
+    told: list[int] = []
+
+    def use_the_group(seed: int) -> int:
+        draw = Random(seed)
+        futures: list[tuple[int, StepFuture]] = []
+        for number in range(120):
+            value = 1000 * seed + number
+            future = pair.submit(value)
+            future.add_done_callback(lambda future: told.append(future.step))
+            futures.append((value, future))
+            if draw.random() < 0.2:
+                future.add_done_callback(lambda _: pair.step("in a callback"))
+            if draw.random() < 0.2:
+                future.cancel()
+            elif draw.random() < 0.5:
+                with suppress(StillWaiting, StepAborted):
+                    future.result(draw.choice([0, 0.0001, 0.001]))
+            elif draw.random() < 0.5:
+                assert pair.step(value) == value
+        for value, future in futures:
+            error = future.exception(LIMIT_S)
+            assert isinstance(error, StepAborted) or future.result(0) == value
+        return len(futures)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(use_the_group, range(1, 5), timeout=2 * LIMIT_S)) == [120] * 4
+    wait_until(lambda: len(told) == 480, LIMIT_S)
+    assert len(set(told)) == 480
+    assert not pair._group._group.pump._turns
+
+
 @pytest.mark.timeout(45)
 @pytest.mark.parametrize("waits", [True, False], ids=["in the waiting thread", "in the monitor"])
 def test_a_callback_may_run_a_step_of_its_own(pair: Executor, gate: Any, waits: bool) -> None:
