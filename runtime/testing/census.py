@@ -86,3 +86,17 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # it has ended
         return b""
+
+
+def marked(entry: str) -> list[int]:
+    """Find the processes that have an entry in their environment, or were forked from one that has.
+
+    Args:
+        entry: the variable and its value, as ``NAME=value``.
+
+    Returns:
+        The ids of those that have not ended.
+    """
+    wanted = entry.encode()
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if wanted in _read(pid, "environ").split(b"\0")]

@@ -34,8 +34,8 @@ def _heal(disturb: Callable[[Stage], object]) -> Callable[[Stage], None]:
     return run
 
 
-def _frame(name: str, disturb: Callable[[Stage], object], expected: str = NO_ERROR, **more: Any) -> RankScenario:
-    return RankScenario(name, expected, _frames(disturb, **more), frames=True, verdict=Verdict.IDLE)
+def _frame(name: str, disturb: Callable[[Stage], object], **more: Any) -> RankScenario:
+    return RankScenario(name, NO_ERROR, _frames(disturb, **more), frames=True, verdict=Verdict.IDLE)
 
 
 def _link(name: str, disturb: Callable[[Stage], object]) -> RankScenario:
@@ -52,7 +52,13 @@ SCENARIOS = (
     _frame("delay-step", lambda stage: stage.group.frames.delay(stage.victim, 0.3)),
     _frame("duplicate-answer", lambda stage: stage.group.frames.duplicate(stage.victim, Kind.RESULT)),
     _frame("delay-answer", lambda stage: stage.group.frames.delay(stage.victim, 0.3, Kind.RESULT), count=1),
-    _frame("drop-answer", lambda stage: stage.group.frames.drop(stage.victim, Kind.RESULT), "ProtocolError", count=1),
+    RankScenario(
+        "drop-answer",
+        "ProtocolError",
+        _frames(lambda stage: stage.group.frames.drop(stage.victim, Kind.RESULT), count=1),
+        frames=True,
+        verdict=Verdict.SLOW,
+    ),
     _link("cut-and-heal", lambda stage: stage.group.frames.cut(stage.victim)),
     _link("stall-and-heal", lambda stage: stage.group.frames.stall(stage.victim)),
 )
