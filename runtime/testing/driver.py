@@ -30,11 +30,13 @@ class Commands:
 
     Args:
         group: the group.
+        failures: the errors that have ended it.
     """
 
-    def __init__(self, group: FaultyGroup) -> None:
+    def __init__(self, group: FaultyGroup, failures: list[StepcastError]) -> None:
         self._executor = group.executor
         self._group = group
+        self._failures = failures
         self._halt = threading.Event()
         self._answered = 0
         self._problem: str | None = None
@@ -55,6 +57,10 @@ class Commands:
     def health(self) -> dict[str, Any]:
         """Tell how the group is doing."""
         return self._executor.health().as_dict()
+
+    def failure(self) -> str | None:
+        """Tell the name of the error that has ended the group, if one has."""
+        return type(self._failures[0]).__name__ if self._failures else None
 
     def run(self) -> None:
         """Run steps in a thread, until `halt`."""
@@ -79,15 +85,16 @@ class Commands:
         sys.exit(0)
 
     def _run(self) -> None:
-        try:
-            while not self._halt.wait(_PAUSE_S):
-                number = self._answered
+        while self._problem is None and not self._halt.wait(_PAUSE_S):
+            number = self._answered
+            try:
                 answer = self._executor.step(number, gather=True)
+            except StepcastError as error:
+                self._problem = f"{type(error).__name__}: {error}"
+            else:
                 if answer != [number] * self._group.config.world_size:
-                    raise ValueError(f"step {number} was answered {answer!r}")
+                    self._problem = f"step {number} was answered {answer!r}"
                 self._answered += 1
-        except (StepcastError, ValueError) as error:
-            self._problem = f"{type(error).__name__}: {error}"
 
     def _tell_state(self) -> None:
         while self._executor.state.accepts_steps:
@@ -97,7 +104,8 @@ class Commands:
 
 def say(answer: Any) -> None:
     """Print a line of JSON."""
-    print(json.dumps(answer), flush=True)
+    sys.stdout.write(f"{json.dumps(answer)}\n")
+    sys.stdout.flush()
 
 
 def obey(commands: Commands) -> None:
@@ -129,9 +137,11 @@ def main() -> None:
     if told.pop("computes", False):
         compute()
     in_setup = {int(rank): fault for rank, fault in told.pop("in_setup", {}).items()}
-    with contextlib.suppress(BrokenPipeError), FaultyGroup(ExecutorConfig(**told), in_setup=in_setup) as group:
+    failures: list[StepcastError] = []
+    made = FaultyGroup(ExecutorConfig(**told), in_setup=in_setup, on_failure=failures.append)
+    with contextlib.suppress(BrokenPipeError), made as group:
         say({"driver": os.getpid(), "workers": group.executor.worker_pids})
-        obey(Commands(group))
+        obey(Commands(group, failures))
 
 
 if __name__ == "__main__":

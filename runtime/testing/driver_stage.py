@@ -22,6 +22,7 @@ from stepcast.runtime.config import ExecutorConfig
 
 from .census import marked
 from .chaos import HANG_S, Record, Scenario
+from .group import wait_for_ends
 
 #: Marks the environment of the driver, and so of all processes below it.
 _MARK = "STEPCAST_CHAOS_ID"
@@ -54,6 +55,7 @@ class DriverStage:
         self.process: subprocess.Popen[bytes] | None = None
         self.pid = 0
         self.workers: list[int] = []
+        self._there: list[int] = []
         self._mark = uuid.uuid4().hex
         self._lines = b""
 
@@ -126,9 +128,12 @@ class DriverStage:
         if answer != ["on"] * self.config.world_size:
             raise AssertionError(f"the next step was answered {answer!r}")
 
-    def be_in_step(
-        self, *, fault: str = "sleep", seconds: float = 3600.0, size: int = 0, others: str = "idle"
-    ) -> None:
+    def await_failure(self) -> None:
+        """Wait until the group has failed, and note the error."""
+        self.wait_until(lambda: self.ask("failure") is not None, "the failure of the group")
+        self.record.see(self.ask("failure"))
+
+    def be_in_step(self, *, fault: str = "sleep", seconds: float = 3600.0, size: int = 0, others: str = "idle") -> None:
         """Have the victim stay in a step of so many bytes, and wait until its peers are in that phase."""
         self.ask("order", self.victim, fault, seconds)
         self.ask("submit", size)
@@ -142,6 +147,7 @@ class DriverStage:
 
     def fault(self, inject: Callable[[], object]) -> None:
         """Inject the fault, and note when."""
+        self._there = self.left()
         self.record.fault_at = time.monotonic()
         inject()
 
@@ -164,6 +170,8 @@ class DriverStage:
         """
         self.wait_until(lambda: self._started.poll() is not None, "the driver's end", GONE_WITHIN_S)
         self.wait_until(lambda: not self.left(), "the end of all processes", GONE_WITHIN_S)
+        # Now without their memory, they may still be closing their files: the lock on the run directory is one.
+        self.wait_until(lambda: wait_for_ends(self._there, 0.0), "all files to be closed", GONE_WITHIN_S)
         self.record.released_at = time.monotonic()
         if code is not None and self._started.returncode != code:
             raise AssertionError(f"the driver's exit code is {self._started.returncode}, not {code}: {self.said}")

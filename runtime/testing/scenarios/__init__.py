@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from stepcast.runtime.testing.chaos import Scenario
 
-from . import driver, frames, idle, ranks, steps
+from . import driver, frames, idle, ranks, steps, strays
 
 SCENARIOS: tuple[Scenario, ...] = (
     *ranks.SCENARIOS,
     *steps.SCENARIOS,
     *idle.SCENARIOS,
     *frames.SCENARIOS,
+    *strays.SCENARIOS,
     *driver.SCENARIOS,
 )

@@ -142,15 +142,14 @@ def _kill_driver_of_front_end(stage: DriverStage) -> None:
 
 def _kill_rank_below_front_end(stage: DriverStage) -> None:
     stage.start(front_end=True)
-    stage.tell("step", "never answered")
     stage.fault(lambda: os.kill(stage.workers[stage.victim], signal.SIGKILL))
-    stage.ask("step", "never answered")
+    stage.await_failure()
     stage.tell("leave")
     stage.end(0)
 
 
 def _fork_with_threads(stage: DriverStage) -> None:
-    """torch's threads are there before the forks, and nothing waits for them at the exit."""
+    """The threads of torch are there before the forks, and nothing waits for them at the exit."""
     stage.start(computes=True)
     stage.fault(lambda: None)
     for number in range(4):
@@ -167,7 +166,9 @@ SCENARIOS = (
     DriverScenario("kill-driver-in-start", NO_ERROR, _end_by(_KILL, _start), sweeps=True),
     DriverScenario("kill-driver-idle", NO_ERROR, _end_by(_KILL, _idle), sweeps=True),
     DriverScenario("kill-driver-in-step", NO_ERROR, _end_by(_KILL, _step), sweeps=True),
-    DriverScenario("kill-driver-in-collective", NO_ERROR, _end_by(_KILL, _collective), settings=COLLECTIVE, sweeps=True),
+    DriverScenario(
+        "kill-driver-in-collective", NO_ERROR, _end_by(_KILL, _collective), settings=COLLECTIVE, sweeps=True
+    ),
     DriverScenario("terminate-driver-in-start", NO_ERROR, _end_by(_TERM, _start), sweeps=True),
     DriverScenario("terminate-driver-idle", NO_ERROR, _end_by(_TERM, _idle), sweeps=True),
     DriverScenario("terminate-driver-in-step", NO_ERROR, _end_by(_TERM, _step), sweeps=True),
@@ -189,9 +190,7 @@ SCENARIOS = (
     DriverScenario(
         "kill-front-end-in-step", NO_ERROR, _kill_front_end(DriverStage.be_in_step), settings=_WATCHED, sweeps=True
     ),
-    DriverScenario(
-        "kill-driver-below-front-end", NO_ERROR, _kill_driver_of_front_end, settings=_WATCHED, sweeps=True
-    ),
+    DriverScenario("kill-driver-below-front-end", NO_ERROR, _kill_driver_of_front_end, settings=_WATCHED, sweeps=True),
     DriverScenario("kill-rank-below-front-end", LOST, _kill_rank_below_front_end, settings=_WATCHED),
     DriverScenario(
         "fork-with-threads-then-exit", NO_ERROR, _fork_with_threads, settings=COLLECTIVE, start_method="fork"

@@ -101,7 +101,5 @@ SCENARIOS = (
         verdict=Verdict.IDLE,
     ),
     RankScenario("idle-without-computing", NO_ERROR, _idle_without_computing, verdict=Verdict.IDLE),
-    RankScenario(
-        "flood-of-control-messages", NO_ERROR, _flood_a_rank_that_does_not_read, verdict=Verdict.STOPPED
-    ),
+    RankScenario("flood-of-control-messages", NO_ERROR, _flood_a_rank_that_does_not_read, verdict=Verdict.STOPPED),
 )

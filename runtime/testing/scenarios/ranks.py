@@ -101,7 +101,8 @@ SCENARIOS = (
         verdict=Verdict.STOPPED,
     ),
     RankScenario("stop-past-limit", LATE, _stop_for_good, settings=SHORT, verdict=Verdict.STOPPED),
-    # One that waits in native code with the GIL held looks like one that is deadlocked there; one that computes does not.
+    # One that waits in native code with the GIL held looks like one that is deadlocked there; one that computes there
+    # does not.
     RankScenario("hold-gil", NO_ERROR, in_step("hold_gil", _LONG_S), verdict=Verdict.UNRESPONSIVE),
     RankScenario("hold-gil-past-limit", LATE, in_step("hold_gil"), settings=SHORT, verdict=Verdict.STUCK),
     RankScenario(

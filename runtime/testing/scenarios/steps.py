@@ -187,7 +187,5 @@ SCENARIOS = (
     RankScenario("raise-in-setup", "StartupError", _nothing, in_setup="raise"),
     RankScenario("exit-in-setup", "StartupError", _nothing, in_setup="exit"),
     RankScenario("kill-in-setup", "StartupError", _nothing, in_setup="kill"),
-    RankScenario(
-        "sleep-in-setup", "StartupError", _nothing, settings={"startup_timeout_s": 3.0}, in_setup="sleep"
-    ),
+    RankScenario("sleep-in-setup", "StartupError", _nothing, settings={"startup_timeout_s": 3.0}, in_setup="sleep"),
 )
