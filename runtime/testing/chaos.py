@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stepcast.bus.errors import StepcastError
+from stepcast.bus.errors import StepcastError, WorkerLost
 from stepcast.bus.verdicts import Verdict
 from stepcast.runtime.config import ExecutorConfig
 
@@ -75,13 +75,15 @@ class Record:
     def verdict(self, expected: Verdict | None) -> Verdict | None:
         """The verdict to tell of: the expected one, if nothing contradicts it; else the one that does, or the last.
 
-        A rank that should stay healthy must never have been judged otherwise; but a group that ends takes it along, and
-        the error tells who was gone before.
+        A rank that should stay healthy must never have been judged otherwise; but a group that ends for another reason
+        than a lost rank takes its ranks along.
         """
         if expected is None:
             return None
         if expected.is_healthy:
-            wrong = [each for each in self.verdicts if not each.is_healthy and each is not Verdict.GONE]
+            wrong = [each for each in self.verdicts if not each.is_healthy]
+            if self.seen != WorkerLost.__name__:
+                wrong = [each for each in wrong if each is not Verdict.GONE]
             if wrong:
                 return wrong[0]
         return expected if expected in self.verdicts else next(reversed(self.verdicts), None)

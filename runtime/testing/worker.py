@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from stepcast.workers.base import RankInfo, Worker
@@ -58,6 +60,14 @@ class FaultyWorker(Worker):
             word: anything that can be sent.
         """
         return [self._rank, word]
+
+    def note_at_exit(self, directory: str) -> None:
+        """Leave a file, named for this rank, when the interpreter exits.
+
+        Args:
+            directory: where.
+        """
+        atexit.register(Path(directory, f"exited-{self._rank}").touch)
 
     def execute(self, step: Any) -> Any:
         """Run the wrapped worker's step, after the fault that was ordered for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from stepcast.bus.errors import StepcastError
 from stepcast.bus.verdicts import Verdict
@@ -134,6 +135,18 @@ def _stay_in_teardown(stage: Stage) -> None:
     stage.run(1)
 
 
+def _shut_down_while_stuck(stage: Stage) -> None:
+    """SIGTERM leaves a rank the time to run its exit handlers."""
+    stage.group.executor.call("note_at_exit", str(stage.group.config.run_dir))
+    stage.group.in_next_step(stage.victim, "sleep")
+    futures = stage.steps(1)
+    stage.look()
+    stage.fault(lambda: _seen(stage, stage.group.executor.shutdown))
+    stage.answers(futures)
+    if not Path(str(stage.group.config.run_dir), f"exited-{stage.victim}").exists():
+        raise AssertionError(f"rank {stage.victim} was ended without its exit handlers")
+
+
 def _nothing(_: Stage) -> None:
     """The start is to fail."""
 
@@ -183,6 +196,14 @@ SCENARIOS = (
     ),
     RankScenario(
         "stuck-in-teardown", NO_ERROR, _stay_in_teardown, settings={"stop_timeout_s": 0.5}, verdict=Verdict.IDLE
+    ),
+    RankScenario(
+        "shut-down-while-stuck",
+        "Closed",
+        _shut_down_while_stuck,
+        settings={"stop_timeout_s": 0.3, "terminate_timeout_s": 5.0},
+        verdict=Verdict.BUSY,
+        start_method="spawn",  # multiprocessing's children have no exit handlers
     ),
     RankScenario("raise-in-setup", "StartupError", _nothing, in_setup="raise"),
     RankScenario("exit-in-setup", "StartupError", _nothing, in_setup="exit"),
