@@ -138,8 +138,8 @@ class Stage:
             self.look()
             time.sleep(min(_LOOK_S, left_s))
 
-    def await_failure(self) -> None:
-        """Wait until the group has failed, with no step under way."""
+    def await_failure(self) -> StepcastError:
+        """Wait until the group has failed, with no step under way; returns why."""
         deadline = time.monotonic() + HANG_S
         while not self._failures:
             if time.monotonic() > deadline:
@@ -148,6 +148,7 @@ class Stage:
             time.sleep(_LOOK_S)
         at, error = self._failures[0]
         self.record.see(error, at)
+        return error
 
 
 #: Workers whose answer is the sum of what every rank was sent.

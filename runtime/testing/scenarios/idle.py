@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from resource import getpagesize
+from typing import TYPE_CHECKING, cast
 
 from stepcast.bus.frames import Kind
 from stepcast.bus.verdicts import Verdict
@@ -13,6 +14,9 @@ from stepcast.runtime.testing.chaos import NO_ERROR
 from stepcast.runtime.testing.stage import RankScenario, Stage
 
 from .common import COLLECTIVE, PARKED
+
+if TYPE_CHECKING:
+    from stepcast.runtime.processes import MpGroup
 
 _LIMIT_S = 2.0
 _PAST_LIMIT_S = 2.5
@@ -53,13 +57,14 @@ def _cpu_s(stage: Stage) -> list[float]:
 
 def _flood_a_rank_that_does_not_read(stage: Stage) -> None:
     """What its pipe can't hold is lost to it, and not kept; its peers hear all of it meanwhile."""
-    group = stage.group.executor._group._group  # type: ignore[union-attr]  # noqa: SLF001 - no embedder could ask for so much
+    # No embedder could ask for so much.
+    group = cast("MpGroup", stage.group.executor._group)._group  # noqa: SLF001
     stage.run()
     stage.fault(lambda: stage.group.stop(stage.victim))
     before = _memory_mib()
     for _ in range(_CONTROL_MESSAGES):
         with group.lock:
-            group.control(Kind.HEARTBEAT)
+            group.control(Kind.ABORT)  # of no step: there is nothing to do, or to answer
     grown = _memory_mib() - before
     if grown > _MEMORY_SLACK_MIB:
         raise AssertionError(f"{grown:.1f} MiB are held for a rank that does not read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stepcast.bus.errors import WorkerLost
 from stepcast.bus.verdicts import Verdict
 from stepcast.runtime.testing.chaos import NO_ERROR
 from stepcast.runtime.testing.stage import RankScenario, Stage
@@ -26,7 +27,9 @@ def _kill_all(stage: Stage) -> None:
             stage.group.kill(rank)
 
     stage.fault(kill_each)
-    stage.await_failure()
+    error = stage.await_failure()
+    if isinstance(error, WorkerLost):
+        stage.victim = error.rank  # the one that was found first
 
 
 def _kill_while_others_wait(stage: Stage) -> None:
