@@ -20,10 +20,15 @@ _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
 class Census:
-    """What is there now, to compare with what is there later."""
+    """What is there now, to compare with what is there later.
 
-    def __init__(self) -> None:
-        self._before = _inventory()
+    Args:
+        root: where run directories are; None for the platform's temporary directory.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = Path(tempfile.gettempdir()) if root is None else root
+        self._before = _inventory(self._root)
 
     def leaks(self, grace_s: float) -> list[str]:
         """Tell what has come since and is there still.
@@ -35,13 +40,13 @@ class Census:
             A line for each.
         """
         deadline = time.monotonic() + grace_s
-        while (left := _inventory() - self._before) and time.monotonic() < deadline:
+        while (left := _inventory(self._root) - self._before) and time.monotonic() < deadline:
             gc.collect()  # what only a reference cycle holds is not left behind
             time.sleep(_POLL_INTERVAL_S)
         return sorted(left.elements())
 
 
-def _inventory() -> Counter[str]:
+def _inventory(root: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     helpers = 0
     for pid in _descendants(os.getpid()):
@@ -54,7 +59,7 @@ def _inventory() -> Counter[str]:
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 found[f"descriptor of {path.readlink()}"] += 1
-    found.update(f"run directory {path}" for path in Path(tempfile.gettempdir()).glob("stepcast-*") if _is_ours(path))
+    found.update(f"run directory {path}" for path in root.glob("stepcast-*") if _is_ours(path))
     return found
 
 
@@ -81,3 +86,17 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # it has ended
         return b""
+
+
+def marked(entry: str) -> list[int]:
+    """Find the processes that have an entry in their environment, or were forked from one that has.
+
+    Args:
+        entry: the variable and its value, as ``NAME=value``.
+
+    Returns:
+        The ids of those that have not ended.
+    """
+    wanted = entry.encode()
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if wanted in _read(pid, "environ").split(b"\0")]
