@@ -14,7 +14,7 @@ from typing import Any
 from stepcast.bus import codec
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError, StepTimeout
-from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
+from stepcast.bus.frames import DRIVER_RANK, NO_TIMES, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
 from stepcast.bus.verdicts import Verdict, Work, judge
@@ -255,7 +255,7 @@ class UniGroup:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
                 self._pending.to_resume.clear()  # there are no peers, and it does not wait
             else:
-                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0, 0, 0, 0)))
+                self._pending.result(0, sequence, _copied(frames), pack_times(times or NO_TIMES))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:

@@ -15,7 +15,7 @@ import msgpack
 
 from stepcast.bus import codec
 from stepcast.bus.errors import ConfigError
-from stepcast.bus.frames import Flag, Kind
+from stepcast.bus.frames import NO_TIMES, Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
@@ -155,7 +155,7 @@ class _Rank:
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status
             frames = codec.encode(describe_error(error))
-            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0, 0, 0, 0))
+            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=NO_TIMES)
             return EXIT_FAILED
         self._replies.send(Kind.BYE)
         return 0

@@ -10,7 +10,18 @@ import time
 import pytest
 import zmq
 
-from stepcast.bus.frames import HEADER_BYTES, REPLY_CLASS, TIMES_BYTES, Flag, Kind, Times, Wire, pack_times, parse_times
+from stepcast.bus.frames import (
+    HEADER_BYTES,
+    NO_TIMES,
+    REPLY_CLASS,
+    TIMES_BYTES,
+    Flag,
+    Kind,
+    Times,
+    Wire,
+    pack_times,
+    parse_times,
+)
 from stepcast.bus.replies import ReplyReader, ReplySender
 from tests.bus.rig import EPOCH, LIMIT_MS, LIMIT_S, RUN_ID, WIRE, Rig, read
 from tests.harness import wait_until
@@ -234,7 +245,7 @@ def test_receiving_waits_for_a_reply(rig: Rig) -> None:
 
 def answer(sender: ReplySender, sequence: int, *frames: bytes) -> None:
     """Send a RESULT."""
-    sender.send(Kind.RESULT, sequence, sequence, frames, times=(0, 0, 0, 0, 0, 0))
+    sender.send(Kind.RESULT, sequence, sequence, frames, times=NO_TIMES)
 
 
 def test_answers_that_belong_together_are_received_together(rig: Rig) -> None:
@@ -251,7 +262,7 @@ def test_whatever_is_not_a_plain_answer_is_not_held_up(rig: Rig) -> None:
     """A failure, a message of another kind and an answer with buffers end the wait for further answers."""
     reader, sender = rig.reader(), rig.sender()
     answer(sender, 1)
-    sender.send(Kind.FAILURE, 2, 2, (b"why",), times=(0, 0, 0, 0, 0, 0))
+    sender.send(Kind.FAILURE, 2, 2, (b"why",), times=NO_TIMES)
     answer(sender, 3)
     sender.send(Kind.ALIVE, 4)
     answer(sender, 5, b"payload", b"buffer")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from stepcast.bus.frames import Kind, Wire, pack_times
+from stepcast.bus.frames import NO_TIMES, Kind, Wire, pack_times
 from stepcast.bus.verdicts import Verdict
 from stepcast.runtime.testing.chaos import HANG_S, NO_ERROR
 from stepcast.runtime.testing.stage import RankScenario, Stage
@@ -84,7 +84,7 @@ def _bombs(crater: Path) -> list[list[bytes]]:
 
 
 def _answers_of_another_run(_: Path) -> list[list[bytes]]:
-    return [[Wire(bytes(16), 1).pack(Kind.RESULT, number, number, 0) + pack_times((0,) * 5)] for number in range(1, 9)]
+    return [[Wire(bytes(16), 1).pack(Kind.RESULT, number, number, 0) + pack_times(NO_TIMES)] for number in range(1, 9)]
 
 
 def _subscribe_and_never_read(stage: Stage) -> None:
