@@ -19,7 +19,7 @@ from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
-from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, LinkLost
 
 from .base import RankInfo, Worker
 from .board import Board
@@ -33,6 +33,8 @@ from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
 
 #: Exit code after an exception that was reported to the driver.
 EXIT_FAILED = 80
+#: Exit code where the connection to the driver has ended for good, though the driver lives.
+EXIT_LINK_LOST = 84
 #: How often a forked rank looks whether the driver has bound its sockets.
 _CONNECT_INTERVAL_S = 0.005
 #: The conventional exit code of a process that SIGTERM ended.
@@ -151,6 +153,9 @@ class _Rank:
             loop.run()
             self._tell(Phase.STOPPING)
             worker.teardown()
+        except LinkLost as error:  # nobody can be told
+            _log.error("this rank ends: %s", error)
+            return EXIT_LINK_LOST
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver is told
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status

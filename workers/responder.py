@@ -117,7 +117,7 @@ class Responder(threading.Thread):
             self._answer()
             while self._control.socket.has_unread:
                 self._answer()
-        except (ConnectionError, FileNotFoundError):
+        except ConnectionError:
             return False
         return True
 
