@@ -265,9 +265,13 @@ class Monitor(threading.Thread):
         elif state.accepts_steps:
             self.group.expire(now)
             self._judge_silence(now)
-        if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
+        if (state := self.group.state) in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
-        elif self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0:
+        # While it stops too: a heartbeat tells a rank of a STOP that was lost to it.
+        if (
+            state is not GroupState.FAILED
+            and self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0
+        ):
             bus = self.group.publisher
             if self.group.state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
                 self.group.publish_to_all(Kind.KEEPALIVE)
@@ -347,7 +351,7 @@ class Monitor(threading.Thread):
         with self.group.lock:
             state = self.group.state
             due = [when for when, _ in self._escalation[:1]]
-            if state not in (GroupState.STOPPING, GroupState.FAILED):
+            if state is not GroupState.FAILED:
                 vitals = self.group.vitals
                 due += [now + self.group.heartbeat.remaining_s(now, vitals.oldest_heard), now + MONITOR_LOOK_S]
                 due += [] if vitals.look_s is None else [now + vitals.look_s]

@@ -29,12 +29,10 @@ from .death_watch import DriverWatch, die_with_parent_thread
 from .loading import load_worker_class
 from .log import configure_logging
 from .loop import StepSource, WorkerLoop, describe_error
-from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
+from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, EXIT_LINK_LOST, Responder
 
 #: Exit code after an exception that was reported to the driver.
 EXIT_FAILED = 80
-#: Exit code where the connection to the driver has ended for good, though the driver lives.
-EXIT_LINK_LOST = 84
 #: How often a forked rank looks whether the driver has bound its sockets.
 _CONNECT_INTERVAL_S = 0.005
 #: The conventional exit code of a process that SIGTERM ended.

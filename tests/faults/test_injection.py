@@ -13,7 +13,7 @@ from stepcast import Closed, ConfigError, ExecutorConfig, ProtocolError, Startup
 from stepcast.bus.frames import Kind
 from stepcast.runtime.testing.frames import FrameFaults, MessageReader
 from stepcast.testing import FaultyGroup
-from stepcast.workers.boot import EXIT_LINK_LOST
+from stepcast.workers.responder import EXIT_LINK_LOST
 from tests.harness import wait_until
 
 ECHO = "stepcast.workers.echo:Echo"
@@ -73,13 +73,25 @@ def test_an_answer_that_finds_its_link_cut_waits_until_it_is_healed() -> None:
 
 
 def test_a_rank_whose_link_stays_cut_ends_and_says_so() -> None:
-    """It is lost, as one that dies; its last lines tell why."""
+    """It is lost, as one that dies."""
     worker = f"{Path(__file__).parent / 'victims.py'}:Impatient"
     with FaultyGroup(config(worker=worker), frame_faults=True) as group:
         group.frames.cut(1)
-        with pytest.raises(WorkerLost, match="did not come back within 0.2 s") as caught:
+        with pytest.raises(WorkerLost, match="its connection to the driver has ended, and did not") as caught:
             group.executor.step("a step", gather=True)
         assert (caught.value.rank, caught.value.exit_code) == (1, EXIT_LINK_LOST)
+
+
+@pytest.mark.parametrize("kind", [Kind.STEP, Kind.STOP])
+def test_what_is_lost_at_the_end_is_replayed(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """A step under way is finished, and a rank that misses its STOP is not killed for it."""
+    with FaultyGroup(config(), frame_faults=True) as group:
+        group.frames.drop(1, kind)
+        future = group.executor.submit("the last", gather=True)
+        group.executor.shutdown()
+        assert future.result(0) == ["the last"] * 2
+        assert group.frames.happened == {"drop": 1}
+    assert "sending SIGTERM" not in caplog.text
 
 
 def test_a_restart_leaves_nothing_in_the_proxy() -> None:
