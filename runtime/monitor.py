@@ -267,13 +267,10 @@ class Monitor(threading.Thread):
             self._judge_silence(now)
         if (state := self.group.state) in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
-        # While it stops too: a heartbeat tells a rank of a STOP that was lost to it.
-        if (
-            state is not GroupState.FAILED
-            and self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0
-        ):
+        is_due = self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0
+        if is_due and state is not GroupState.FAILED:  # while it stops too: STOP may be lost to a rank
             bus = self.group.publisher
-            if self.group.state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
+            if state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
                 self.group.publish_to_all(Kind.KEEPALIVE)
             if self.group.control(Kind.HEARTBEAT):
                 self.group.vitals.asked(now)
