@@ -141,12 +141,15 @@ class Executor:
         for name in (method, undo):
             if name is not None and (name.startswith("_") or name in _NOT_CALLABLE):
                 raise ConfigError(f"call({name!r}): private methods and the loop's own can't be called")
+        future = self._group.submit(self._call_request(method, args, kwargs, timeout_s=timeout_s))
         try:
-            answers = self._group.run(self._call_request(method, args, kwargs, timeout_s=timeout_s))
+            answers = future.result()
         except StepFailed as failure:
             if undo is not None and not failure.epoch_ended:
-                worked = [each for each in range(self.config.world_size) if each not in failure.failed_ranks]
-                if not self._group.undo(failure.step, self._call_request(undo, args, kwargs, ranks=worked)):
+                # It may be an earlier step's, that came too late for its own future: then this one worked everywhere.
+                failed = failure.failed_ranks if failure.step == future.step else ()
+                worked = [each for each in range(self.config.world_size) if each not in failed]
+                if not self._group.undo(future.step, self._call_request(undo, args, kwargs, ranks=worked)):
                     failures.add(failure, f"{undo} was not called: the group was restarted since, and set up afresh")
             raise
         return answers if rank is None else answers[rank]

@@ -16,6 +16,7 @@ from stepcast.bus.errors import (
     StepTimeout,
     WorkerLost,
 )
+from stepcast.workers.responder import EXIT_LINK_LOST
 
 from .config import ExecutorConfig
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
@@ -55,7 +56,8 @@ def describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:
-        return f"exited with code {exit_code}"
+        why = " (its connection to the driver has ended, and did not come back)" if exit_code == EXIT_LINK_LOST else ""
+        return f"exited with code {exit_code}{why}"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:

@@ -265,11 +265,12 @@ class Monitor(threading.Thread):
         elif state.accepts_steps:
             self.group.expire(now)
             self._judge_silence(now)
-        if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
+        if (state := self.group.state) in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
-        elif self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0:
+        is_due = self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0
+        if is_due and state is not GroupState.FAILED:  # while it stops too: STOP may be lost to a rank
             bus = self.group.publisher
-            if self.group.state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
+            if state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
                 self.group.publish_to_all(Kind.KEEPALIVE)
             if self.group.control(Kind.HEARTBEAT):
                 self.group.vitals.asked(now)
@@ -347,7 +348,7 @@ class Monitor(threading.Thread):
         with self.group.lock:
             state = self.group.state
             due = [when for when, _ in self._escalation[:1]]
-            if state not in (GroupState.STOPPING, GroupState.FAILED):
+            if state is not GroupState.FAILED:
                 vitals = self.group.vitals
                 due += [now + self.group.heartbeat.remaining_s(now, vitals.oldest_heard), now + MONITOR_LOOK_S]
                 due += [] if vitals.look_s is None else [now + vitals.look_s]

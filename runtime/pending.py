@@ -168,6 +168,17 @@ class PendingTable:
         if error is not None:
             self._diverge(error)
 
+    def answered_by(self, rank: int, last: int) -> int:
+        """Tell up to which message a rank's answers have come, without a hole.
+
+        Args:
+            rank: the rank.
+            last: the last message that it has answered.
+        """
+        bit = 1 << rank
+        missing = (sequence for sequence, entry in self.under_way.items() if entry.waiting & bit)
+        return min(last, next(missing, last + 1) - 1)
+
     def abort(self, step: int) -> bool:
         """Give a step the outcome `StepAborted`.
 

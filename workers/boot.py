@@ -19,7 +19,7 @@ from stepcast.bus.frames import NO_TIMES, Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
-from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, LinkLost
 
 from .base import RankInfo, Worker
 from .board import Board
@@ -29,7 +29,7 @@ from .death_watch import DriverWatch, die_with_parent_thread
 from .loading import load_worker_class
 from .log import configure_logging
 from .loop import StepSource, WorkerLoop, describe_error
-from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
+from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, EXIT_LINK_LOST, Responder
 
 #: Exit code after an exception that was reported to the driver.
 EXIT_FAILED = 80
@@ -151,6 +151,9 @@ class _Rank:
             loop.run()
             self._tell(Phase.STOPPING)
             worker.teardown()
+        except LinkLost as error:  # nobody can be told
+            _log.error("this rank ends: %s", error)
+            return EXIT_LINK_LOST
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver is told
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status

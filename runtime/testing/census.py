@@ -9,7 +9,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 from stepcast.workers.death_watch import stat_fields
 
@@ -48,19 +50,24 @@ class Census:
 
 def _inventory(root: Path) -> Counter[str]:
     found: Counter[str] = Counter()
-    helpers = 0
     for pid in _descendants(os.getpid()):
-        if any(name in _read(pid, "cmdline") for name in _HELPERS):
-            helpers += 1
-        else:
+        if not any(name in _read(pid, "cmdline") for name in _HELPERS):
             found[f"process {pid}"] += 1
     found.update(f"thread {thread.name!r}" for thread in threading.enumerate())
-    if not helpers:  # they hold pipes to this process
-        for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
+    pipes = {str(fd) for fd in _helpers_pipes()}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them is closed by now
+            if path.name not in pipes:
                 found[f"descriptor of {path.readlink()}"] += 1
     found.update(f"run directory {path}" for path in root.glob("stepcast-*") if _is_ours(path))
     return found
+
+
+def _helpers_pipes() -> list[int | None]:
+    """This process's ends of the pipes to multiprocessing's helpers, where these run."""
+    tracker: Any = resource_tracker
+    server: Any = forkserver
+    return [tracker._resource_tracker._fd, server._forkserver._forkserver_alive_fd]  # noqa: SLF001 - no public way
 
 
 def _is_ours(path: Path) -> bool:

@@ -23,6 +23,7 @@ from stepcast.bus.frames import (
     parse_times,
 )
 from stepcast.bus.replies import ReplyReader, ReplySender
+from stepcast.bus.zmtp import LinkLost
 from tests.bus.rig import EPOCH, LIMIT_MS, LIMIT_S, RUN_ID, WIRE, Rig, read
 from tests.harness import wait_until
 
@@ -405,7 +406,7 @@ def test_a_reply_that_finds_no_driver_any_more_says_so(rig: Rig) -> None:
     link = rig.link("link", to="replies")
     sender = rig.sender(endpoint=link.endpoint, reconnect_timeout_s=0.1)
     link.cut()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(LinkLost, match=r"did not come back within 0\.1 s"):
         sender.send(Kind.BYE)
 
 

@@ -24,8 +24,8 @@ from tests.harness import ROOT
 METHODS = ("spawn", "fork", "forkserver")
 SIZES = (2, 4)
 SEED = 20261202
-#: Draws a kill and a segmentation fault first.
-SOAK_SEED = 59
+#: Draws a kill first, with and without faults of frames.
+SOAK_SEED = 735
 
 Run = tuple[Scenario, int, str]
 

@@ -430,6 +430,23 @@ def test_a_call_is_undone_where_it_worked_if_it_failed_somewhere(groups: dict[in
     assert executor.call("take_history") == [[["add", 9]]] * 3
 
 
+def test_a_call_that_fails_for_an_earlier_step_is_undone_where_it_was_made(pair: Executor, new_gate: Any) -> None:
+    """On every rank where the failure came after it was published, and on none where it was not."""
+    for published in (True, False):
+        gate = new_gate()
+        assert pair.step({"ranks": [1], "gate": str(gate), "raise": "too late"}) is None
+        if not published:
+            gate.open()
+            wait_until(lambda: pair.state is GroupState.DEGRADED)
+        call = in_thread(lambda: pair.call("add", 7, fail_on=[], undo="remove"))
+        if published:
+            wait_until(lambda: pair.health().in_flight == 2)
+            gate.open()
+        with pytest.raises(StepFailed, match="too late"):
+            call.result(LIMIT_S)
+        assert pair.call("take_history") == [[["add", 7], ["remove", 7]] if published else []] * 2
+
+
 def test_a_late_answer_is_not_the_next_calls(pair: Executor, gate: Any) -> None:
     """A call past its own limit fails; the group lives on, and each later call gets its own answer."""
     late = pair.health().dropped["late"]

@@ -274,6 +274,18 @@ def test_a_failure_after_the_answer_fails_the_next_step() -> None:
     assert third.future.result() == [0, 30]
 
 
+def test_a_hole_in_a_ranks_answers_shows() -> None:
+    """Answers come in order: one that others have overtaken was lost."""
+    table = Table(2)
+    first, second = table.submit(), table.submit()
+    assert [table.pending.answered_by(rank, 0) for rank in (0, 1)] == [0, 0]
+    table.answer(1, second)
+    assert table.pending.answered_by(1, second.sequence) == 0
+    table.answer(1, first)
+    assert table.pending.answered_by(1, second.sequence) == second.sequence
+    assert table.pending.answered_by(0, 0) == 0
+
+
 def test_a_carried_failure_can_be_taken_by_the_next_submission() -> None:
     """Where no step is under way, the next one is refused with it; once."""
     table = Table(2)

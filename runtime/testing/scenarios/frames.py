@@ -60,5 +60,6 @@ SCENARIOS = (
         verdict=Verdict.SLOW,
     ),
     _link("cut-and-heal", lambda stage: stage.group.frames.cut(stage.victim)),
+    _link("blackhole-and-heal", lambda stage: stage.group.frames.blackhole(stage.victim)),
     _link("stall-and-heal", lambda stage: stage.group.frames.stall(stage.victim)),
 )
