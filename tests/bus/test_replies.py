@@ -24,7 +24,6 @@ from stepcast.bus.frames import (
 )
 from stepcast.bus.replies import ReplyReader, ReplySender
 from stepcast.bus.zmtp import LinkLost
-from stepcast.bus.zmtp import LinkLost
 from tests.bus.rig import EPOCH, LIMIT_MS, LIMIT_S, RUN_ID, WIRE, Rig, read
 from tests.harness import wait_until
 
