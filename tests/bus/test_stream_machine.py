@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stepcast.bus import subscriber
-from stepcast.bus.frames import Kind, Wire, pack_times
+from stepcast.bus.frames import NO_TIMES, Kind, Wire, pack_times
 from stepcast.bus.liveness import TailGap
 from stepcast.bus.publisher import Publisher
 from stepcast.bus.replies import ReplyReader
@@ -181,7 +181,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def judge(self, wire: Wire, index: int, kind: Kind, sequence: int) -> tuple[int, int, int] | None:
         """Have the driver judge a reply: its rank, kind and message, or None where it is dropped."""
-        times = pack_times((0, 0, 0, 0, 0)) if kind is Kind.RESULT else b""
+        times = pack_times(NO_TIMES) if kind is Kind.RESULT else b""
         reply = self.reader._judge(wire.pack(kind, sequence, sequence, index) + times)
         return None if reply is None else (reply.header.rank, reply.header.kind, reply.header.sequence)
 
