@@ -168,7 +168,7 @@ class StragglerWatch:
         if found is None:
             _log.info("no rank holds the group up any more")
         else:
-            _log.warning("%s: the group goes at its pace", found)
+            _log.info("%s: the group goes at its pace", found)
 
 
 def describe_waiting(missing: Iterable[int], phases: Mapping[int, str]) -> str:

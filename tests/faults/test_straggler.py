@@ -21,6 +21,7 @@ def test_a_rank_that_is_kept_from_its_processor_is_told_from_one_that_computes(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its steps take as much of a processor as the others', and longer: others run on the same one."""
+    caplog.set_level("INFO")
     free, crowded = sorted(os.sched_getaffinity(0))[:2]
     config = stage.config(world_size=2, heartbeat_interval_s=0.1).replace(worker=f"{HERE}/victims.py:Spinner")
     crowd = []

@@ -638,10 +638,11 @@ def test_a_callback_that_waits_for_room_gets_it(pair: Executor, new_gate: Any, w
 def test_who_waits_is_answered_while_the_monitor_is_in_a_callback(pair: Executor, new_gate: Any) -> None:
     """One thread reads for both, and the other goes on by itself when that one has its answer, or has given up."""
     entered, leave = threading.Event(), threading.Event()
-    pair.submit(None).add_done_callback(lambda _: (entered.set(), leave.wait(2 * LIMIT_S)))
+    zeroth, first, second, room = new_gate(), new_gate(), new_gate(), new_gate()
+    pair.submit({"gate": str(zeroth)}).add_done_callback(lambda _: (entered.set(), leave.wait(2 * LIMIT_S)))
+    zeroth.open()  # not before: a callback on what is done is called here
     try:
         assert entered.wait(LIMIT_S)
-        first, second, room = new_gate(), new_gate(), new_gate()
         futures = [pair.submit({"gate": str(first)})]
         reader = in_thread(futures[0].result)
         wait_until(pair._group._group.pump._reading.locked, message="the thread that reads")

@@ -94,6 +94,7 @@ def test_the_log_tells_once_of_what_is_seen_twice(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_few_steps_are_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     watch = StragglerWatch(1.0, lambda: Straggler(1, "compute", 0.01, 4, 4))
     for now in range(5):
         watch.look(float(now))
