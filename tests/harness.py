@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +39,21 @@ def wait_until(
             raise AssertionError(f"waited {timeout_s:g} s for {told}")
         time.sleep(_POLL_INTERVAL_S)
     return value
+
+
+_BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+
+
+@contextlib.contextmanager
+def busy_process(processor: int) -> Iterator[None]:
+    """A process that takes all that it gets of one processor."""
+    with subprocess.Popen([sys.executable, "-c", _BUSY, str(processor)], stdout=subprocess.PIPE) as busy:
+        try:
+            assert busy.stdout is not None
+            busy.stdout.readline()
+            yield
+        finally:
+            busy.kill()
 
 
 def process_has_ended(pid: int) -> bool:

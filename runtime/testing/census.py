@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from resource import getpagesize
 from typing import Any
 
 from stepcast.workers.death_watch import stat_fields
@@ -46,6 +47,12 @@ class Census:
             gc.collect()  # what only a reference cycle holds is not left behind
             time.sleep(_POLL_INTERVAL_S)
         return sorted(left.elements())
+
+
+def resident_mib() -> float:
+    """This process's resident memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * getpagesize() / (1 << 20)
 
 
 def _inventory(root: Path) -> Counter[str]:

@@ -48,12 +48,14 @@ class FaultyGroup:
     Attributes:
         frames: the faults of frames.
         executor: the group's executor, once it was entered.
+        run_directory: where the sockets of its current epoch are, likewise.
 
     Raises:
         ConfigError: the settings don't fit.
     """
 
     executor: Executor
+    run_directory: Path
 
     def __init__(
         self,
@@ -78,7 +80,6 @@ class FaultyGroup:
         self.frames = FrameFaults()
         self._frame_faults = frame_faults
         self._proxy: Proxy | None = None
-        self._run_directory: Path | None = None
         self._on_failure = on_failure
         self._exit = contextlib.ExitStack()
         self._stopped: set[int] = set()
@@ -106,6 +107,11 @@ class FaultyGroup:
             number: the signal.
         """
         os.kill(self.executor.worker_pids[rank], number)
+
+    def kill_all(self) -> None:
+        """Kill every rank's process."""
+        for rank in range(self.config.world_size):
+            self.kill(rank)
 
     def stop(self, rank: int) -> None:
         """Stop a rank's process, until `resume`."""
@@ -144,8 +150,7 @@ class FaultyGroup:
 
     def lose_run_directory(self) -> None:
         """Delete the directory in which the group's sockets are."""
-        assert self._run_directory is not None  # noqa: S101 - the group was entered
-        shutil.rmtree(self._run_directory)
+        shutil.rmtree(self.run_directory)
 
     def wait_until_gone(self, timeout_s: float) -> bool:
         """Wait until no process of the group is left.
@@ -159,7 +164,7 @@ class FaultyGroup:
         return wait_for_ends(self.executor.worker_pids, timeout_s)
 
     def _reroute(self, boot: BootConfig) -> BootConfig:
-        self._run_directory = Path(boot.publish_endpoint.removeprefix("ipc://")).parent
+        self.run_directory = Path(boot.publish_endpoint.removeprefix("ipc://")).parent
         return boot if self._proxy is None else self._proxy.reroute(boot)
 
     def _shut_down(self) -> None:

@@ -11,13 +11,12 @@ from collections import Counter
 from concurrent.futures import TimeoutError as StillWaiting  # the built-in one from Python 3.11 on
 from dataclasses import dataclass, field
 from pathlib import Path
-from resource import getpagesize
 
 from stepcast.bus.errors import StepcastError
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.step import StepFuture
 
-from .census import Census
+from .census import Census, resident_mib
 from .chaos import SETTINGS
 from .group import FaultyGroup
 from .soak_faults import SoakFaults
@@ -32,7 +31,6 @@ _BATCH = 4
 #: What the last quarter of the samples may have more than the first: descriptors, and memory.
 _DESCRIPTOR_SLACK = 8
 _MEMORY_SLACK_MIB = 16.0
-_MIB = 1 << 20
 
 
 @dataclass(kw_only=True)
@@ -188,8 +186,7 @@ class _Soak:
 
 def _footprint() -> tuple[int, float]:
     """Descriptors, and resident memory in MiB, of this process."""
-    resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return len(list(Path("/proc/self/fd").iterdir())), resident_pages * getpagesize() / _MIB
+    return len(list(Path("/proc/self/fd").iterdir())), resident_mib()
 
 
 def _ends(values: list[float]) -> tuple[float, float]:

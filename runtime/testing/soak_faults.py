@@ -43,7 +43,7 @@ class SoakFaults:
         self._entry = 0
         self._faults: dict[str, Callable[[int], None]] = {
             "kill": group.kill,
-            "kill-all": self._kill_all,
+            "kill-all": lambda _: group.kill_all(),
             "stop-and-resume": self._stop_and_resume,
             **{name: self._in_step(name) for name in _IN_STEP},
             "slow-callback": self._slow_callback,
@@ -80,10 +80,6 @@ class SoakFaults:
             self._group.frames.heal(rank)
 
     # Faults of processes and of steps.
-
-    def _kill_all(self, _rank: int) -> None:
-        for rank in range(self._group.config.world_size):
-            self._group.kill(rank)
 
     def _stop_and_resume(self, rank: int) -> None:
         self._group.stop(rank)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
-import sys
 import time
 
 import pytest
 
 from stepcast import Executor
 from tests.faults.rig import HERE, Stage
+from tests.harness import busy_process
 
-BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 LIMIT_S = 30.0
 
 
@@ -24,24 +23,16 @@ def test_a_rank_that_is_kept_from_its_processor_is_told_from_one_that_computes(
     caplog.set_level("INFO")
     free, crowded = sorted(os.sched_getaffinity(0))[:2]
     config = stage.config(world_size=2, heartbeat_interval_s=0.1).replace(worker=f"{HERE}/victims.py:Spinner")
-    crowd = []
-    with Executor(config) as executor:
-        try:
-            for _ in range(3):
-                crowd.append(subprocess.Popen([sys.executable, "-c", BUSY, str(crowded)], stdout=subprocess.PIPE))
-                assert crowd[-1].stdout is not None
-                crowd[-1].stdout.readline()
-            for rank, processor in enumerate((free, crowded)):
-                for thread in os.listdir(f"/proc/{executor.worker_pids[rank]}/task"):  # noqa: PTH208 - names alone
-                    os.sched_setaffinity(int(thread), {processor})
-            deadline = time.monotonic() + LIMIT_S
-            while "rank 1 waits for a processor" not in caplog.text and time.monotonic() < deadline:
-                executor.step(0.01)
-            straggler = executor.health().straggler
-        finally:
-            for each in crowd:
-                each.kill()
-                each.communicate()
+    with Executor(config) as executor, contextlib.ExitStack() as crowd:
+        for _ in range(3):
+            crowd.enter_context(busy_process(crowded))
+        for rank, processor in enumerate((free, crowded)):
+            for thread in os.listdir(f"/proc/{executor.worker_pids[rank]}/task"):  # noqa: PTH208 - names alone
+                os.sched_setaffinity(int(thread), {processor})
+        deadline = time.monotonic() + LIMIT_S
+        while "rank 1 waits for a processor" not in caplog.text and time.monotonic() < deadline:
+            executor.step(0.01)
+        straggler = executor.health().straggler
     assert "rank 1 waits for a processor" in caplog.text
     assert straggler is not None
     assert (straggler.rank, straggler.cause) == (1, "descheduled")

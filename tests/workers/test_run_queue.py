@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,8 +10,8 @@ import pytest
 
 from stepcast.workers import run_queue
 from stepcast.workers.run_queue import RunQueue
+from tests.harness import busy_process
 
-BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 SPIN_S = 0.3
 
 
@@ -30,14 +28,8 @@ def spin(*, processor: int) -> tuple[int, int]:
 
 def test_a_thread_that_shares_its_processor_has_waited_for_it() -> None:
     processor = min(os.sched_getaffinity(0))
-    with subprocess.Popen([sys.executable, "-c", BUSY, str(processor)], stdout=subprocess.PIPE) as busy:
-        try:
-            assert busy.stdout is not None
-            busy.stdout.readline()
-            with ThreadPoolExecutor(1) as thread:
-                waited_ns, elapsed_ns = thread.submit(spin, processor=processor).result()
-        finally:
-            busy.kill()
+    with busy_process(processor), ThreadPoolExecutor(1) as thread:
+        waited_ns, elapsed_ns = thread.submit(spin, processor=processor).result()
     assert elapsed_ns // 10 < waited_ns <= elapsed_ns
 
 

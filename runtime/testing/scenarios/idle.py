@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from resource import getpagesize
 from typing import TYPE_CHECKING, cast
 
 from stepcast.bus.frames import Kind
 from stepcast.bus.verdicts import Verdict
 from stepcast.runtime import procfs
+from stepcast.runtime.testing.census import resident_mib
 from stepcast.runtime.testing.chaos import NO_ERROR
 from stepcast.runtime.testing.stage import RankScenario, Stage
 
@@ -61,21 +60,17 @@ def _flood_a_rank_that_does_not_read(stage: Stage) -> None:
     group = cast("MpGroup", stage.group.executor._group)._group  # noqa: SLF001
     stage.run()
     stage.fault(lambda: stage.group.stop(stage.victim))
-    before = _memory_mib()
+    before = resident_mib()
     for _ in range(_CONTROL_MESSAGES):
         with group.lock:
             group.control(Kind.ABORT)  # of no step: there is nothing to do, or to answer
-    grown = _memory_mib() - before
+    grown = resident_mib() - before
     if grown > _MEMORY_SLACK_MIB:
         raise AssertionError(f"{grown:.1f} MiB are held for a rank that does not read")
     stage.watch_until(Verdict.STOPPED)
     stage.group.resume(stage.victim)
     stage.watch_until(Verdict.IDLE)
     stage.run()
-
-
-def _memory_mib() -> float:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize() / (1 << 20)
 
 
 SCENARIOS = (

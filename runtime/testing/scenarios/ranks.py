@@ -22,11 +22,7 @@ def _kill_idle(stage: Stage) -> None:
 
 
 def _kill_all(stage: Stage) -> None:
-    def kill_each() -> None:
-        for rank in range(stage.world_size):
-            stage.group.kill(rank)
-
-    stage.fault(kill_each)
+    stage.fault(stage.group.kill_all)
     error = stage.await_failure()
     if isinstance(error, WorkerLost):
         stage.victim = error.rank  # the one that was found first

@@ -36,22 +36,17 @@ def _stray(stage: Stage, kind: int, name: str) -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with context.socket(kind) as stray:
-            stray.connect(f"ipc://{_directory(stage) / name}")
+            stray.connect(f"ipc://{stage.group.run_directory / name}")
             yield stray
     finally:
         context.destroy(linger=0)
-
-
-def _directory(stage: Stage) -> Path:
-    (directory,) = Path(str(stage.group.config.run_dir)).glob("stepcast-*")
-    return directory
 
 
 def _foreign(messages: Callable[[Path], list[list[bytes]]]) -> Callable[[Stage], None]:
     """Messages on the endpoint of the replies, between the ranks' own."""
 
     def run(stage: Stage) -> None:
-        crater = _directory(stage).parent / "crater"
+        crater = stage.group.run_directory.parent / "crater"
         told = messages(crater)
         with _stray(stage, zmq.PUSH, "replies") as stray:
             stage.fault(lambda: None)
@@ -103,7 +98,7 @@ def _speak_no_zeromq(stage: Stage) -> None:
         for name in ("publish", "replies"):
             for greeting in (b"", b"\xff" + bytes(8) + b"\x7f", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
                 peer = peers.enter_context(socket.socket(socket.AF_UNIX))
-                peer.connect(str(_directory(stage) / name))
+                peer.connect(str(stage.group.run_directory / name))
                 peer.sendall(greeting)
                 stage.run()
 
