@@ -12,6 +12,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from .errors import ConfigError
@@ -43,6 +44,7 @@ class RunDirectory:
         self.root = _usable_root(root)
         sweep(self.root)
         self.path, self._lock_fd = _create(self.root)
+        _held.add(self)
 
     def endpoint(self, name: str) -> str:
         """Name a socket of this run.
@@ -62,6 +64,23 @@ class RunDirectory:
             return
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(lock_fd)
+
+    def let_go_in_fork(self) -> None:
+        """Let go of the lock in a fork of the owner, which must not seem to live for as long as its forks do."""
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if lock_fd >= 0:
+            os.close(lock_fd)
+
+
+_held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+def _let_go_in_fork() -> None:
+    for directory in list(_held):
+        directory.let_go_in_fork()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def sweep(root: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgpack
 
@@ -25,7 +26,22 @@ _PHASE_OF = {int(Kind.STEP): Phase.STEP, int(Kind.CALL): Phase.CALL, int(Kind.ST
 #: An answer may be on its way for that long, over a socket of its own, after an ALIVE that is ahead of it.
 _ANSWER_GRACE_S = 10.0
 
+#: Where one rank's death makes another one raise, the kernel may tell of the death later: its sockets are closed first.
+_BLAME_S = 0.3
+
 _log = logging.getLogger("stepcast.runtime")
+
+
+class Broken(NamedTuple):
+    """A rank that raised outside a step.
+
+    Attributes:
+        phase: where it was.
+        description: the exception's type, text and traceback.
+    """
+
+    phase: str
+    description: Sequence[str]
 
 
 class Inbox:
@@ -42,7 +58,7 @@ class Inbox:
         greeted: for each rank the sockets, "step" and "control", over which it has received PROBE.
         loaded: ranks whose worker is set up.
         said_bye: ranks that have torn their worker down.
-        broken: ranks that raised outside a step: the exception's type, text and traceback.
+        broken: ranks that raised outside a step.
         unrecoverable: messages of a rank, or for it, are lost for good.
         malformed: messages dropped because their payload could not be understood.
     """
@@ -55,7 +71,8 @@ class Inbox:
         self.loaded: set[int] = set()
         self.said_bye: set[int] = set()
         self._lost = [TailGap(_ANSWER_GRACE_S) for _ in range(world_size)]
-        self.broken: dict[int, Sequence[str]] = {}
+        self.broken: dict[int, Broken] = {}
+        self._broken_at: dict[int, float] = {}
         self.unrecoverable: ProtocolError | None = None
         self.malformed = 0
 
@@ -91,6 +108,25 @@ class Inbox:
             _log.warning("dropped a malformed message of rank %d: %s", rank, problem)
         return True
 
+    def judge_broken_at(self) -> float | None:
+        """When the first of the broken ranks is to be judged; None where there is none."""
+        return min(self._broken_at.values()) + _BLAME_S if self._broken_at else None
+
+    def take_broken(self, now: float, *, at_once: bool) -> list[tuple[int, Broken]]:
+        """Take out the broken ranks that are to be judged by what they told, since no death has come to explain it.
+
+        Args:
+            now: the clock's reading.
+            at_once: all of them, since nobody is left who could die.
+
+        Returns:
+            The ranks with what they told, in the order in which they did.
+        """
+        due = [rank for rank, at in self._broken_at.items() if at_once or now >= at + _BLAME_S]
+        for rank in due:
+            del self._broken_at[rank]
+        return [(rank, self.broken[rank]) for rank in due]
+
     def phase(self, rank: int) -> Phase:
         """What a rank is doing, as far as is known: an idle rank that has something to answer is at it by now."""
         told = self.liveness[rank].phase
@@ -113,7 +149,8 @@ class Inbox:
                 self._publisher.acknowledge(rank, header.sequence)
                 self._pending.failed(rank, header.sequence, (exception_type, text, trace), now)
             else:
-                self.broken[rank] = (exception_type, text, trace)
+                self.broken[rank] = Broken(str(told.phase), (exception_type, text, trace))
+                self._broken_at[rank] = now
         elif header.kind in (Kind.ALIVE, Kind.READY):
             phase, age_s, *rest = msgpack.unpackb(reply.frames[0])
             told.told(now, Phase(phase), float(age_s))

@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StartupError, StepcastError, StepTimeout
@@ -23,6 +23,7 @@ from stepcast.workers.boot import EXIT_FAILED
 from . import failures, stacks
 from .config import ExecutorConfig
 from .group import Group
+from .inbox import Broken
 from .keepalive import KeepalivePacer
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .news import FailureNews
@@ -155,7 +156,7 @@ class Monitor(threading.Thread):
             self.group.publisher.drain_subscriptions()
             for process, stderr in dead:
                 self._judge_exit(process, stderr, now)
-            self._judge_reports()
+            self._judge_reports(now)
             self.group.vitals.look(now)
             self._advance(now)
         self.group.give_out()
@@ -238,23 +239,21 @@ class Monitor(threading.Thread):
         else:
             group.fail(failures.worker_lost(process, phase, silent_for_s, stderr))
 
-    def _judge_reports(self) -> None:
+    def _judge_reports(self, now: float) -> None:
         group = self.group
-        for rank, description in list(group.inbox.broken.items()):
-            self._judge_broken(rank, description)
+        for rank, broken in group.inbox.take_broken(now, at_once=len(self._buried) == len(group.processes)):
+            self._judge_broken(rank, broken)
         if group.inbox.unrecoverable is not None:
             group.fail(group.inbox.unrecoverable)
         if self._parent.has_died():
             group.fail(self._parent.error())
 
-    def _judge_broken(self, rank: int, description: Sequence[str]) -> None:
-        del self.group.inbox.broken[rank]
+    def _judge_broken(self, rank: int, broken: Broken) -> None:
         if self.group.state is GroupState.STARTING:
-            phase = str(self.group.inbox.liveness[rank].phase)
             stderr = self._relay.stderr_tail(rank, 0)
-            self.group.fail(failures.start_raised(rank, phase, description, stderr))
+            self.group.fail(failures.start_raised(rank, broken.phase, broken.description, stderr))
         else:
-            self.group.fail(failures.rank_broken(rank, description))
+            self.group.fail(failures.rank_broken(rank, broken.description))
 
     def _advance(self, now: float) -> None:
         state = self.group.state
@@ -352,6 +351,7 @@ class Monitor(threading.Thread):
                 vitals = self.group.vitals
                 due += [now + self.group.heartbeat.remaining_s(now, vitals.oldest_heard), now + MONITOR_LOOK_S]
                 due += [] if vitals.look_s is None else [now + vitals.look_s]
+                due += [] if (judge_at := self.group.inbox.judge_broken_at()) is None else [judge_at]
             if state is GroupState.STARTING:
                 due.append(self._start_deadline)
                 due += [] if self.group.inbox.all_greeted else [self._next_probe]

@@ -136,6 +136,27 @@ def test_no_descriptor_of_a_directory_reaches_another_program(root: Path) -> Non
     directory.remove()
 
 
+def test_a_fork_of_the_owner_holds_nothing(root: Path) -> None:
+    """With the owner dead its directory is swept, however long its forks live; in them it can't be removed."""
+    directory = RunDirectory(root)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        directory.remove()
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    try:
+        assert sweep(root) == []
+        os.close(directory._lock_fd)  # as the owner's death does
+        directory._lock_fd = -1
+        assert sweep(root) == [directory.path]
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
 def test_removing_a_directory_takes_all_that_is_in_it(root: Path) -> None:
     """Sockets, files and folders go with the directory, and its name is free."""
     directory = RunDirectory(root)
