@@ -13,7 +13,7 @@ from typing import Any
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
 
-from . import failures
+from . import failures, platforms
 from .config import ExecutorConfig
 from .health import GroupHealth
 from .interrupts import HeldInterrupts
@@ -40,7 +40,9 @@ class MpGroup:
     """
 
     def __init__(self, config: ExecutorConfig, *, epoch: int = 1, first_step: int = 1) -> None:
-        self._config = config
+        kind = platforms.resolve(config.device, config.world_size)
+        platforms.check_start_method(kind, config.start_method)
+        self._config = config = config.replace(device=kind.name)
         self._life = Life(secrets.token_bytes(16), epoch, first_step)
         self._pid = os.getpid()
         self._forked: list[WorkerProcess] = []
