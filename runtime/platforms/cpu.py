@@ -28,9 +28,7 @@ class CPU(DeviceKind):
         """As `DeviceKind.count`."""
 
     def device(self, local_rank: int) -> str:  # noqa: ARG002
-        """As `DeviceKind.device`."""
         return "cpu"
 
     def start_method(self, method: str, modules: Mapping[str, Any]) -> Ruling:  # noqa: ARG002
-        """As `DeviceKind.start_method`."""
         return ALLOWED

@@ -17,14 +17,12 @@ class CUDA(DeviceKind):
     masks: ClassVar[tuple[str, ...]] = ("CUDA_VISIBLE_DEVICES",)
 
     def detect(self, host: Host) -> Platform | None:
-        """As `DeviceKind.detect`."""
         devices = host.device_files("", r"nvidia\d+")
         if not devices and (host.root / "dev/dxg").exists():  # the one device of the Windows Subsystem for Linux
             devices = ["/dev/dxg"]
         return found_by_torch(self.name, host, devices, self.masks)
 
     def count(self, platform: Platform) -> int:
-        """As `DeviceKind.count`."""
         return count_masked(len(platform.devices), platform.masks.get("CUDA_VISIBLE_DEVICES"))
 
     def device(self, local_rank: int) -> str:

@@ -25,7 +25,6 @@ class HPU(DeviceKind):
     not_inherited = ("HLS_MODULE_ID",)
 
     def detect(self, host: Host) -> Platform | None:
-        """As `DeviceKind.detect`."""
         devices = [
             path for path in host.device_files("accel", r"accel\d+") if host.vendor("accel", path) == _HABANA
         ] + host.device_files("", r"hl\d+")  # the latter of drivers older than 1.11
@@ -53,7 +52,6 @@ class HPU(DeviceKind):
         return "hpu"
 
     def start_method(self, method: str, modules: Mapping[str, Any]) -> Ruling:
-        """As `DeviceKind.start_method`."""
         if method == "spawn":
             return ALLOWED
         if method == "fork" and "habana_frameworks" in modules:

@@ -15,7 +15,6 @@ class ROCm(CUDA):
     masks = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
     def detect(self, host: Host) -> Platform | None:
-        """As `DeviceKind.detect`."""
         if not (host.root / "dev/kfd").exists():
             return None
         nodes = (host.root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")

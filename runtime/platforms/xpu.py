@@ -19,7 +19,6 @@ class XPU(DeviceKind):
     masks = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")
 
     def detect(self, host: Host) -> Platform | None:
-        """As `DeviceKind.detect`."""
         render_nodes = host.device_files("dri", r"renderD\d+")
         devices = [path for path in render_nodes if host.vendor("drm", path) == _INTEL]
         return found_by_torch(self.name, host, devices, self.masks)
@@ -33,7 +32,6 @@ class XPU(DeviceKind):
         return {"CCL_ATL_TRANSPORT": "ofi"}
 
     def start_method(self, method: str, modules: Mapping[str, Any]) -> Ruling:  # noqa: ARG002
-        """As `DeviceKind.start_method`."""
         if method == "fork":
             return Ruling(refused="Intel's runtime does not survive a fork")
         return ALLOWED

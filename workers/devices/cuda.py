@@ -14,7 +14,6 @@ class CUDA(Device):
     backend = "nccl"
 
     def bind(self) -> None:
-        """As `Device.bind`."""
         if not dist.is_nccl_available():
             raise self.unusable(f"torch {torch.__version__} has no NCCL: install the build for these GPUs")
         torch.cuda.set_device(self.torch_device)
@@ -25,9 +24,7 @@ class CUDA(Device):
         self.warm_up()
 
     def synchronize(self) -> None:
-        """As `Device.synchronize`."""
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> Memory:
-        """As `Device.memory`."""
         return Memory(*torch.cuda.mem_get_info(self.torch_device))

@@ -65,7 +65,6 @@ class HPU(Device):
         super().leave()
 
     def seed(self, seed: int) -> None:
-        """As `Device.seed`."""
         super().seed(seed)
         self._hpu.random.manual_seed_all(seed)
 

@@ -14,15 +14,12 @@ class XPU(Device):
     backend = "xccl"
 
     def bind(self) -> None:
-        """As `Device.bind`."""
         if not dist.is_xccl_available():
             raise self.unusable(f"torch {torch.__version__} has no XCCL: install the build for these GPUs")
         torch.xpu.set_device(self.torch_device)
 
     def synchronize(self) -> None:
-        """As `Device.synchronize`."""
         torch.xpu.synchronize(self.torch_device)
 
     def memory(self) -> Memory:
-        """As `Device.memory`."""
         return Memory(*torch.xpu.mem_get_info(self.torch_device))
