@@ -85,7 +85,7 @@ def test_a_group_that_the_worker_forgets_is_left_all_the_same(cards: Path) -> No
 def test_a_rank_that_ends_alone_waits_for_nobody(cards: Path) -> None:
     """Its exit handlers would wait for its peers, which go on; so would those of the peers, once it is dead."""
     with Executor(config(cards)) as executor:
-        executor.step(1.0)
+        executor.step(1.0, gather=True)  # neither is in a collective
         os.kill(executor.worker_pids[1], signal.SIGTERM)
         failure = wait_until(lambda: executor.health().failure, LIMIT_S)
     assert re.search(r"rank 1 .*exited with code 143", failure)
