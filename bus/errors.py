@@ -24,7 +24,7 @@ class StepcastError(Exception):
     """Base of all errors raised by stepcast.
 
     Attributes:
-        retryable: True where the same request may succeed on a new epoch of the group.
+        retryable: True where the same request may succeed when this executor is given it again.
     """
 
     retryable: bool = False
@@ -143,8 +143,6 @@ class WorkerLost(StepcastError):
         phase: the last phase it told.
         silent_for_s: seconds since its last message.
     """
-
-    retryable = True
 
     def __init__(
         self,

@@ -122,6 +122,9 @@ class Times(NamedTuple):
     fingerprint: int
 
 
+#: Those of a rank that has worked on nothing.
+NO_TIMES = Times(0, 0, 0, 0, 0, 0)
+
 _HEADER = struct.Struct("<c3sBBH16sIQQi")
 #: The same bytes, with what is only compared in one piece: opening, kind, flags, identity, sequence, step, rank.
 _GROUPED = struct.Struct("<5sBH20sQQi")

@@ -256,7 +256,7 @@ class ReplySender:
 
         Raises:
             TimeoutError: the driver has not read for the time limit.
-            OSError: the connection has ended, and could not be restored.
+            LinkLost: the connection has ended, and could not be restored.
         """
         parts: Sequence[bytes | memoryview]
         buffers = frames[1:]
@@ -270,8 +270,16 @@ class ReplySender:
         try:
             self._socket.send(parts, buffers)
         except ConnectionError:
+            self._send_again(parts, buffers)
+
+    def _send_again(self, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | memoryview]) -> None:
+        while True:
             self._socket.reconnect(self._reconnect_timeout_s)
-            self._socket.send(parts, buffers)
+            try:
+                self._socket.send(parts, buffers)
+            except ConnectionError:  # it has come back, and ended again
+                continue
+            return
 
     def close(self) -> None:
         """Close the socket. What was sent still arrives."""

@@ -171,7 +171,7 @@ class StepSubscriber(_Subscriber):
             will come again, this one included; None where what came was dropped.
 
         Raises:
-            OSError: the connection to the driver has ended, and did not come back within `RECONNECT_TIMEOUT_S`.
+            LinkLost: the connection to the driver has ended, and did not come back within `RECONNECT_TIMEOUT_S`.
             ProtocolError: the driver sends what is over the limit.
         """
         try:

@@ -39,6 +39,10 @@ _UNSUBSCRIBE, _SUBSCRIBE = b"\0", b"\1"
 _READ_BYTES = 1 << 16
 
 
+class LinkLost(ConnectionError):
+    """A connection to the driver has ended, and did not come back in time."""
+
+
 class ZmtpSocket:
     """A SUB or PUSH socket with one connection, to a socket that libzmq has bound on this machine.
 
@@ -171,7 +175,7 @@ class ZmtpSocket:
             timeout_s: how long to try, in seconds; zero for one attempt.
 
         Raises:
-            ConnectionError, FileNotFoundError, TimeoutError: it did not come back.
+            LinkLost: it did not come back.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -180,9 +184,11 @@ class ZmtpSocket:
                 self._connect()
                 for topic in self._topics:
                     self.send((_SUBSCRIBE + topic,))
-            except OSError:
+            except OSError as error:
                 if time.monotonic() >= deadline:
-                    raise
+                    raise LinkLost(
+                        f"the connection to the driver has ended, and did not come back within {timeout_s:g} s: {error}"
+                    ) from error
             else:
                 return
             time.sleep(_RECONNECT_INTERVAL_S)

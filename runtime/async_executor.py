@@ -24,7 +24,7 @@ class AsyncExecutor:
 
     Args:
         config: the settings.
-        on_failure: called once with the error that has ended the group, in a thread of the group's.
+        on_failure: as `Executor`'s: called in a thread of its own.
     """
 
     def __init__(self, config: ExecutorConfig, *, on_failure: Callable[[StepcastError], None] | None = None) -> None:

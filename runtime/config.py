@@ -78,13 +78,15 @@ class ExecutorConfig:
         restart: what happens when the group has failed: "never" (the executor is done for), or "on_failure" (all its
             processes are replaced, with `setup` again; steps under way fail, and later ones run on the new group). A
             group that does not come up at first is not restarted.
-        max_restarts: how many restarts within `restart_window_s` are tried; past them the executor is done for.
-        restart_window_s: the time in which they are counted.
-        restart_backoff_s: how long to wait before the first restart; each further one within the window waits twice as
-            long as the one before.
-        restart_wait_s: how long a submission waits for the group to be restarted.
+        max_restarts: how many restarts in a row are tried, with no life of `restart_window_s` in between; past them the
+            executor is done for.
+        restart_window_s: a group that has been ready for so long is as good as new: failures before are forgotten.
+        restart_backoff_s: how long to wait before the first restart; each further one in a row waits twice as long as
+            the one before, and none for longer than `restart_window_s`.
+        restart_wait_s: how long a submission waits for the group to be restarted; its own `timeout_s` bounds it too.
         watch_parent: whether the group ends, and this process gets SIGTERM, when the process that has started this one
-            dies. For a driver that serves a front end in another process.
+            dies. For a driver that serves a front end in another process. `stepcast generate` sets it, where nobody
+            has set it and the "mp" backend is used, unless it was started to outlive its shell (nohup).
         run_dir: the directory that holds the run's private directory; None for the platform's temporary directory.
         log_format: "console" or "json": how lines are written where stepcast itself sets logging up (its command line).
         log_level: the level of the workers' own logging.
@@ -203,7 +205,12 @@ class ExecutorConfig:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None, **overrides: Any
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> ExecutorConfig:
         """Build a configuration from several places; the later ones win: a TOML file, the environment, arguments.
 
@@ -211,6 +218,7 @@ class ExecutorConfig:
             path: a TOML file with the settings by their names, at its top level or in a table ``[stepcast]``.
             environ: where ``STEPCAST_*`` variables are looked up, such as ``STEPCAST_WORLD_SIZE``; None for the
                 process's environment.
+            defaults: settings by their names, in the place of the defaults of this class.
             overrides: settings by their names.
 
         Returns:
@@ -219,7 +227,8 @@ class ExecutorConfig:
         Raises:
             ConfigError: the file can't be read, or a setting is unknown or wrong.
         """
-        settings = _from_file(path) if path is not None else {}
+        settings = dict(defaults or {})
+        settings.update(_from_file(path) if path is not None else {})
         settings.update(_from_environment(os.environ if environ is None else environ))
         settings.update(overrides)
         known = {each.name for each in fields(cls)}

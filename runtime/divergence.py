@@ -120,8 +120,8 @@ def _diverged(name: str, step: int, trails: Mapping[int, Sequence[Entered]], fin
         for rank in ranks
     )
     return Diverged(
-        f"{name}: the ranks disagree on its collectives: {told}: the group has ended; have every rank enter the same "
-        "collectives in the same order, whatever its rank and its data, and start a new executor",
+        f"{name}: the ranks disagree on its collectives: {told}; have every rank enter the same collectives "
+        "in the same order, whatever its rank and its data",
         step=step,
         counts={rank: last[rank].number for rank in ranks},
         last={rank: last[rank].description for rank in ranks},

@@ -13,6 +13,7 @@ from stepcast.bus.errors import ConfigError, StepcastError, StepFailed
 from stepcast.bus.frames import Kind, new_tuple
 from stepcast.workers.loading import stop_if_loading_script
 
+from . import failures
 from .config import ExecutorConfig
 from .health import GroupHealth
 from .processes import MpGroup
@@ -34,8 +35,8 @@ class Executor:
 
     Args:
         config: the settings.
-        on_failure: called with the error that has ended the group, in a thread of the group's; once, or with
-            `restart="on_failure"` each time.
+        on_failure: called with the error that has ended the group, in a thread of its own that nothing
+            waits for but `shutdown`; once, or with `restart="on_failure"` each time.
 
     Raises:
         ConfigError: a setting does not fit this process.
@@ -67,7 +68,8 @@ class Executor:
                 and tensors are not copied: leave them alone until the result is there.
             gather: whether to get every rank's result, instead of the output rank's.
             timeout_s: the longest to wait, in seconds; past it this step fails and the group lives on. None for
-                `step_timeout_s`, past which the group ends.
+                `step_timeout_s`, past which the group ends. It counts from the publication; a wait for the group to be
+                restarted, before, is as long at most.
 
         Returns:
             The output rank's result; with `gather` a list of all ranks' results.
@@ -124,7 +126,8 @@ class Executor:
             rank: the rank whose answer is wanted; the method runs on every rank all the same. None for all of them.
             timeout_s: the longest to wait, in seconds; past it this call fails and the group lives on. None for
                 `call_timeout_s`, past which the group ends.
-            undo: a method that is called with the same arguments on the ranks where it worked, if it failed on some.
+            undo: a method that is called with the same arguments on the ranks where it worked, if it failed on some;
+                not where the group was restarted since: new workers have nothing to undo.
 
         Returns:
             A list of every rank's answer, or the one that was asked for.
@@ -138,12 +141,16 @@ class Executor:
         for name in (method, undo):
             if name is not None and (name.startswith("_") or name in _NOT_CALLABLE):
                 raise ConfigError(f"call({name!r}): private methods and the loop's own can't be called")
+        future = self._group.submit(self._call_request(method, args, kwargs, timeout_s=timeout_s))
         try:
-            answers = self._group.run(self._call_request(method, args, kwargs, timeout_s=timeout_s))
+            answers = future.result()
         except StepFailed as failure:
             if undo is not None and not failure.epoch_ended:
-                worked = [each for each in range(self.config.world_size) if each not in failure.failed_ranks]
-                self._group.run(self._call_request(undo, args, kwargs, ranks=worked))
+                # It may be an earlier step's, that came too late for its own future: then this one worked everywhere.
+                failed = failure.failed_ranks if failure.step == future.step else ()
+                worked = [each for each in range(self.config.world_size) if each not in failed]
+                if not self._group.undo(future.step, self._call_request(undo, args, kwargs, ranks=worked)):
+                    failures.add(failure, f"{undo} was not called: the group was restarted since, and set up afresh")
             raise
         return answers if rank is None else answers[rank]
 

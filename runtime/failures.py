@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from stepcast.bus.errors import (
     Backpressure,
@@ -17,27 +16,35 @@ from stepcast.bus.errors import (
     StepTimeout,
     WorkerLost,
 )
+from stepcast.workers.responder import EXIT_LINK_LOST
 
 from .config import ExecutorConfig
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .state import GroupState
 from .step import Limit
 
-_log = logging.getLogger("stepcast.runtime")
 
-
-def announce(failure: StepcastError, callbacks: Sequence[Callable[[StepcastError], None]]) -> None:
-    """Tell the embedder that the group has failed.
+def add(error: StepcastError, words: str) -> None:
+    """Add to an error's text what its author could not know.
 
     Args:
-        failure: the error that has ended it.
-        callbacks: the embedder's; what they raise is logged.
+        error: the error.
+        words: what follows its text; where that has several lines, such as a traceback, on a line of its own.
     """
-    for callback in callbacks:
-        try:
-            callback(failure)
-        except Exception:  # noqa: BLE001 - the embedder's
-            _log.exception("an on_failure callback raised")
+    text = str(error)
+    error.args = (f"{text}\n\n{words[0].upper()}{words[1:]}" if "\n" in text else f"{text}: {words}",)
+
+
+def ends_group(error: StepcastError, *, restarted: bool) -> None:
+    """Have the error that ends a group tell what becomes of it, and whether its steps are worth another try.
+
+    Args:
+        error: the error.
+        restarted: whether another epoch takes the group's place.
+    """
+    error.retryable = restarted
+    if not isinstance(error, Closed):  # which is no failure of the group's, and says itself why it ends
+        add(error, "the group is being restarted" if restarted else "the group has ended; start a new executor")
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -49,7 +56,8 @@ def describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:
-        return f"exited with code {exit_code}"
+        why = " (its connection to the driver has ended, and did not come back)" if exit_code == EXIT_LINK_LOST else ""
+        return f"exited with code {exit_code}{why}"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
@@ -69,7 +77,7 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
     exit_code = _known_exit_code(process)
     return WorkerLost(
         f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while in phase {phase}, "
-        f"{silent_for_s:.2f} s after its last message: the group has ended; start a new executor"
+        f"{silent_for_s:.2f} s after its last message"
         f"{_last_lines(process.rank, stderr)}",
         rank=process.rank,
         pid=process.pid,
@@ -91,8 +99,8 @@ def unresponsive(process: WorkerProcess, phase: str, silent_for_s: float, limit_
     """
     return WorkerLost(
         f"rank {process.rank} (pid {process.pid}) has answered no heartbeat for {silent_for_s:.2f} s, over "
-        f"unresponsive_timeout_s={limit_s:g} s, in phase {phase}: {reason}. The group has ended; the stacks of its "
-        "ranks are in the log; start a new executor",
+        f"unresponsive_timeout_s={limit_s:g} s, in phase {phase}: {reason}; the stacks of all ranks are in the "
+        "log",
         rank=process.rank,
         pid=process.pid,
         exit_code=None,
@@ -110,8 +118,7 @@ def rank_broken(rank: int, description: Sequence[str]) -> StepFailed:
     """
     exception_type, text, trace = description
     return StepFailed(
-        f"rank {rank} failed outside a step: {exception_type}: {text}: the group has ended; start a new executor\n\n"
-        f"rank {rank}: {trace}",
+        f"rank {rank} failed outside a step: {exception_type}: {text}\n\nrank {rank}: {trace}",
         step=0,
         rank=rank,
         exception_type=exception_type,
@@ -132,7 +139,7 @@ def start_raised(rank: int, phase: str, description: Sequence[str], stderr: str)
     exception_type, text, trace = description
     doing = {"importing": "importing the worker's class", "loading": "the worker's setup()"}.get(phase, phase)
     return StartupError(
-        f"rank {rank} failed in {doing}: {exception_type}: {text}: correct it and start again\n\n"
+        f"rank {rank} failed in {doing}: {exception_type}: {text}: correct it\n\n"
         f"rank {rank}: {trace}{_last_lines(rank, stderr)}",
         ranks=[rank],
         phases={rank: phase},
@@ -166,7 +173,7 @@ def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
     rank, exit_code = process.rank, _known_exit_code(process)
     return StartupError(
         f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its "
-        f"last lines, and start again{_last_lines(rank, stderr)}",
+        f"last lines{_last_lines(rank, stderr)}",
         ranks=[rank],
         phases={rank: phase},
         exit_codes={} if exit_code is None else {rank: exit_code},
@@ -240,7 +247,7 @@ def closed(state: GroupState, failure: StepcastError | None) -> Closed:
     """
     if failure is None:
         return Closed(f"the executor takes no steps: it is {state.value}")
-    error = Closed(f"the group has failed; start a new executor. The failure: {failure}")
+    error = Closed(f"the group has failed. The failure: {failure}")
     error.__cause__ = failure
     return error
 
@@ -258,6 +265,28 @@ def restarting(limit_s: float, failure: StepcastError | None) -> Closed:
     return error
 
 
+def restart_outlasts(name: str, limit: Limit, failure: StepcastError | None) -> StepTimeout:
+    """The group is being restarted, and a submission's own limit has passed.
+
+    Args:
+        name: what the step is called.
+        limit: the limit.
+        failure: the error that has ended the epoch before; the cause of this one.
+    """
+    error = StepTimeout(
+        f"{name}: the group is being restarted, and was not ready within {limit.knob}={limit.seconds:g} s; nothing was "
+        "published: try again",
+        step=0,
+        elapsed_s=limit.seconds,
+        limit_s=limit.seconds,
+        knob=limit.knob,
+        phases={},
+    )
+    error.retryable = True
+    error.__cause__ = failure
+    return error
+
+
 def not_restarted(restarts: int, max_restarts: int, failure: StepcastError) -> StepcastError:
     """A group has failed, and is not restarted again.
 
@@ -267,8 +296,8 @@ def not_restarted(restarts: int, max_restarts: int, failure: StepcastError) -> S
         failure: the last failure; the cause of this one.
     """
     error = StepcastError(
-        f"the group has failed for good, after {restarts} restarts (max_restarts={max_restarts}); start a new "
-        f"executor. The last failure: {failure}"
+        f"the group has failed for good, after {restarts} restarts (max_restarts={max_restarts}). The last failure: "
+        f"{failure}"
     )
     error.__cause__ = failure
     return error

@@ -57,6 +57,7 @@ class Group:
         failure: the error that ended it.
         processes: the ranks' processes, once started.
         last_step: the id of the last step that was published.
+        will_restart: asked once, with the error that ends the group and the lock held: whether another takes its place.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Group:
         self.lock = threading.Lock()
         self.state = GroupState.NEW
         self.failure: StepcastError | None = None
+        self.will_restart: Callable[[StepcastError], bool] = lambda _: False
         self.processes: list[WorkerProcess] = []
         self._wake_monitor = wake_monitor
         self.last_step = life.first_step - 1
@@ -260,7 +262,7 @@ class Group:
         if self.state in (GroupState.FAILED, GroupState.STOPPED):
             return
         self.failure = error
-        error.retryable |= self.config.restart == "on_failure"
+        failures.ends_group(error, restarted=self.will_restart(error))
         self.change(GroupState.FAILED)
         self.pending.fail_all(error)
         self.pump.wake()

@@ -132,12 +132,13 @@ class Inbox:
             self._replay(rank, header.sequence)
 
     def _look_for_lost_answer(self, rank: int, told: RankLiveness) -> None:
-        # The mirror image of a lost step: the rank is idle, and has answered more than has come here.
-        answered = self._publisher.acknowledged(rank)
+        # The mirror image of a lost step: the rank is idle, and has answered more than has come here. Those behind the
+        # lost one may have come.
+        answered = self._pending.answered_by(rank, self._publisher.acknowledged(rank))
         if self._lost[rank].heartbeat(told.sequence, answered, idle=told.phase in _IDLE_PHASES, now=told.last_heard):
             self.unrecoverable = ProtocolError(
                 f"an answer of rank {rank} was lost: it says that it has answered message {told.sequence}, "
-                f"the last that came here is that to message {answered}; the group has ended: start a new executor",
+                f"the last that came here is that to message {answered}",
                 expected=str(told.sequence),
                 got=str(answered),
                 rank=rank,

@@ -25,6 +25,7 @@ from .config import ExecutorConfig
 from .group import Group
 from .keepalive import KeepalivePacer
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
+from .news import FailureNews
 from .output import OutputRelay
 from .parent_watch import ParentWatch
 from .pump import MONITOR_LOOK_S
@@ -51,13 +52,13 @@ class Monitor(threading.Thread):
         directory: the run's private directory; removed at the end.
         life: run id, epoch and first step.
         launch: starts the processes; called in this thread.
+        news: is told the error that has ended the group.
         clock: a monotonic clock, in seconds.
 
     Attributes:
         group: the group.
         started: set when the group is ready, or has failed.
         ended: set when nothing of the group is left.
-        on_failure: called with the error that has ended the group.
         on_end: called when nothing of the group is left.
     """
 
@@ -67,6 +68,7 @@ class Monitor(threading.Thread):
         directory: RunDirectory,
         life: Life,
         launch: Callable[[], list[WorkerProcess]],
+        news: FailureNews,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="stepcast-monitor", daemon=True)
@@ -76,7 +78,7 @@ class Monitor(threading.Thread):
         self._clock = clock
         self.started = threading.Event()
         self.ended = threading.Event()
-        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self._news: FailureNews | None = news  # None when it has been told
         self.on_end: Callable[[], object] = lambda: None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.RLock()  # a finalizer may come in between
@@ -96,8 +98,7 @@ class Monitor(threading.Thread):
         self._probe_interval_s = config.probe_interval_s
         self._next_probe = now
         self._begun = False
-        #: The group ends for a rank that does not go on: its stacks are wanted.
-        self._stuck = False
+        self._stuck = False  # the group ends for a rank that does not go on: its stacks are wanted
         self._stop_wanted = self._kill_wanted = self._killing = self._terminated = False
         #: What is sent to the processes that are left, and when; None is the end of patience.
         self._escalation: list[tuple[float, signal.Signals | None]] = []
@@ -264,11 +265,12 @@ class Monitor(threading.Thread):
         elif state.accepts_steps:
             self.group.expire(now)
             self._judge_silence(now)
-        if self.group.state in (GroupState.STOPPING, GroupState.FAILED):
+        if (state := self.group.state) in (GroupState.STOPPING, GroupState.FAILED):
             self._end_processes(now)
-        elif self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0:
+        is_due = self.group.heartbeat.remaining_s(now, self.group.vitals.oldest_heard) <= 0
+        if is_due and state is not GroupState.FAILED:  # while it stops too: STOP may be lost to a rank
             bus = self.group.publisher
-            if self.group.state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
+            if state.accepts_steps and self._keepalive.heartbeat(bus.sequence, bus.in_flight):
                 self.group.publish_to_all(Kind.KEEPALIVE)
             if self.group.control(Kind.HEARTBEAT):
                 self.group.vitals.asked(now)
@@ -346,7 +348,7 @@ class Monitor(threading.Thread):
         with self.group.lock:
             state = self.group.state
             due = [when for when, _ in self._escalation[:1]]
-            if state not in (GroupState.STOPPING, GroupState.FAILED):
+            if state is not GroupState.FAILED:
                 vitals = self.group.vitals
                 due += [now + self.group.heartbeat.remaining_s(now, vitals.oldest_heard), now + MONITOR_LOOK_S]
                 due += [] if vitals.look_s is None else [now + vitals.look_s]
@@ -362,9 +364,9 @@ class Monitor(threading.Thread):
     def _announce(self) -> None:
         if self.group.state.accepts_steps:
             self.started.set()
-        elif self.group.failure is not None and self.on_failure:
-            callbacks, self.on_failure = self.on_failure, []
-            failures.announce(self.group.failure, callbacks)
+        elif self.group.failure is not None and self._news is not None:
+            self._news.tell(self.group.failure)
+            self._news = None
 
     def _fail(self, error: StepcastError) -> None:
         with self.group.lock:

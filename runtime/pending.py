@@ -168,6 +168,17 @@ class PendingTable:
         if error is not None:
             self._diverge(error)
 
+    def answered_by(self, rank: int, last: int) -> int:
+        """Tell up to which message a rank's answers have come, without a hole.
+
+        Args:
+            rank: the rank.
+            last: the last message that it has answered.
+        """
+        bit = 1 << rank
+        missing = (sequence for sequence, entry in self.under_way.items() if entry.waiting & bit)
+        return min(last, next(missing, last + 1) - 1)
+
     def abort(self, step: int) -> bool:
         """Give a step the outcome `StepAborted`.
 
@@ -294,7 +305,7 @@ class PendingTable:
         silent = ", ".join(f"rank {rank} ({phases[rank]})" for rank in entry.missing())
         ended = StepFailed(
             f"{failure}\n{silent} did not answer the same step within failure_grace_s={self._failure_grace_s:g}, as "
-            "ranks do that wait for the failed one in a collective: the epoch has ended; start a new executor",
+            "ranks do that wait for the failed one in a collective: the epoch has ended",
             step=failure.step,
             rank=failure.rank,
             exception_type=failure.exception_type,
@@ -321,7 +332,7 @@ class PendingTable:
         straggler = self.straggler()
         if straggler is not None:
             why += f"; before, {straggler}"
-        outcome = "the group ends; the stacks of its ranks are in the log" if ends_group else "the group lives on"
+        outcome = "the stacks of all ranks are in the log" if ends_group else "the group lives on"
         where = f"\n{report}" if report else ""
         return StepTimeout(
             f"{entry}: no answer from {silent} after {elapsed_s:.3g} s; the limit is {limit.knob}={limit.seconds:g} "

@@ -21,6 +21,7 @@ from .launch import mp
 from .launch.plan import plan_ranks, rank_environment
 from .launch.process import WorkerProcess
 from .monitor import Monitor
+from .news import FailureNews
 from .state import GroupState, Life
 from .step import Request, StepFuture
 
@@ -34,15 +35,28 @@ class MpGroup:
         config: the settings.
         epoch: the number of this life of the group, from 1.
         first_step: the id of its first step.
+        news: tells the embedder of a failure; None for its own.
+        will_restart: as in `Group`; None where nothing takes the group's place.
 
     Attributes:
         on_failure: called with the error that has ended the group.
     """
 
-    def __init__(self, config: ExecutorConfig, *, epoch: int = 1, first_step: int = 1) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        *,
+        epoch: int = 1,
+        first_step: int = 1,
+        news: FailureNews | None = None,
+        will_restart: Callable[[StepcastError], bool] | None = None,
+    ) -> None:
         kind = platforms.resolve(config.device, config.world_size)
         platforms.check_start_method(kind, config.start_method)
         self._config = config = config.replace(device=kind.name)
+        self._news = news or FailureNews()
+        self._waits_for_news = news is None
+        self.on_failure = self._news.callbacks
         self._life = Life(secrets.token_bytes(16), epoch, first_step)
         self._pid = os.getpid()
         self._forked: list[WorkerProcess] = []
@@ -51,6 +65,8 @@ class MpGroup:
             self._directory = RunDirectory(config.run_dir)
             try:
                 self._prepare()
+                if will_restart is not None:
+                    self._group.will_restart = will_restart
             except BaseException:
                 mp.discard(self._forked)
                 self._directory.remove()
@@ -74,9 +90,8 @@ class MpGroup:
         def launch() -> list[WorkerProcess]:
             return self._forked or mp.spawn_all(boots, environments)
 
-        self._monitor = Monitor(config, self._directory, self._life, launch)
+        self._monitor = Monitor(config, self._directory, self._life, launch, self._news)
         self._group = self._monitor.group
-        self.on_failure: list[Callable[[StepcastError], None]] = self._monitor.on_failure
 
     @property
     def state(self) -> GroupState:
@@ -92,6 +107,11 @@ class MpGroup:
     def failure(self) -> StepcastError | None:
         """The error that has ended the group."""
         return self._group.failure
+
+    @property
+    def first_step(self) -> int:
+        """The id of the first step of this life."""
+        return self._life.first_step
 
     @property
     def last_step(self) -> int:
@@ -127,6 +147,19 @@ class MpGroup:
         """As `Group.run`."""
         failures.check_process(self._pid)
         return self._group.run(request)
+
+    def undo(self, step: int, request: Request) -> bool:  # noqa: ARG002 - a group without restarts has one life
+        """Run what undoes a step, on the same life of the group.
+
+        Args:
+            step: the step's id.
+            request: what undoes it.
+
+        Returns:
+            Whether it was run: not where that life has ended and another takes its place, which has nothing to undo.
+        """
+        self.run(request)
+        return True
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""
@@ -176,6 +209,8 @@ class MpGroup:
             self._monitor.ended.wait(self._ending_limit_s)
             raise
         self._monitor.join(self._config.kill_timeout_s)
+        if self._waits_for_news:
+            self._news.wait(self._config.kill_timeout_s)
         if self._group.failure is not None and not failed_before:
             raise self._group.failure
 

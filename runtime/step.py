@@ -22,7 +22,8 @@ class StepFuture(Future[Any]):
 
     Waiting for it reads the replies in the waiting thread where no other thread does so already. Cancelling it aborts
     the step. Callbacks are called in the order of the steps, one at a time, in whatever thread has learned the outcome;
-    a slow one holds up those behind it, but not their results. They may use the executor.
+    a slow one holds up those behind it, but not their results. They may use the executor. Where no thread waits for a
+    result that is the monitor's, which learns of nothing else meanwhile, such as a rank's death: keep them short.
 
     Attributes:
         step: the step's id, for `Executor.abort`.

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from . import failures
 from .config import ExecutorConfig
 from .health import GroupHealth
 from .monitor import Monitor
+from .news import FailureNews
 from .processes import MpGroup
 from .state import GroupState
 from .step import Request, StepFuture
@@ -33,35 +33,40 @@ _log = logging.getLogger("stepcast.runtime")
 
 
 class RestartPolicy:
-    """How often, and how soon, a group is restarted. Pure: the caller reads the clock.
+    """How often, and how soon, a group is restarted. Pure: there is no clock in it.
+
+    One rule: a group that has lived well for as long as the window is as good as new, and all failures before are
+    forgotten; else each one counts, a start that failed as well as a life that was short.
 
     Args:
-        max_restarts: how many restarts there may be within the window.
-        window_s: the window, in seconds.
-        backoff_s: seconds before the first restart in the window; twice as long before each further one.
+        max_restarts: how many restarts there may be in a row, without a good life in between.
+        window_s: how long a good life is, in seconds; no restart waits for longer either.
+        backoff_s: seconds before the first restart in a row; twice as long before each further one.
     """
 
     def __init__(self, max_restarts: int, window_s: float, backoff_s: float) -> None:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._backoff_s = backoff_s
-        self._failed_at: deque[float] = deque()
+        self._in_a_row = 0
+        self._next_delay_s = backoff_s
 
-    def failed(self, now: float) -> float | None:
+    def failed(self, lived_s: float) -> float | None:
         """Note a failure.
 
         Args:
-            now: the monotonic clock's reading.
+            lived_s: seconds since the group was ready; 0 where it did not come up.
 
         Returns:
             Seconds until the group is to be restarted; None where it is not.
         """
-        while self._failed_at and now - self._failed_at[0] > self._window_s:
-            self._failed_at.popleft()
-        if len(self._failed_at) >= self._max_restarts:
+        if lived_s >= self._window_s:
+            self._in_a_row, self._next_delay_s = 0, self._backoff_s
+        if self._in_a_row >= self._max_restarts:
             return None
-        delay_s = min(self._backoff_s * 2.0 ** len(self._failed_at), self._window_s)
-        self._failed_at.append(now)
+        delay_s = min(self._next_delay_s, self._window_s)
+        self._in_a_row += 1
+        self._next_delay_s = 2 * delay_s
         return delay_s
 
 
@@ -73,7 +78,7 @@ class RestartingGroup:
         clock: a monotonic clock, in seconds.
 
     Attributes:
-        on_failure: called with each error that has ended an epoch, in a thread of the group's.
+        on_failure: called with each error that has ended an epoch.
     """
 
     def __init__(self, config: ExecutorConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,9 +86,13 @@ class RestartingGroup:
         self._clock = clock
         self._pid = os.getpid()
         self._policy = RestartPolicy(config.max_restarts, config.restart_window_s, config.restart_backoff_s)
-        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self._news = FailureNews()
+        self.on_failure = self._news.callbacks
         self._changed = threading.Condition()
         self._restarts = 0
+        self._failure: StepcastError | None = None
+        self._delay_s: float | None = None
+        self._ready_at: float | None = None
         self._given_up: StepcastError | None = None
         self._stopping = threading.Event()
         self._failed = threading.Event()
@@ -94,6 +103,7 @@ class RestartingGroup:
     def start(self) -> None:
         """As `MpGroup.start`."""
         self._group.start()
+        self._ready_at = self._clock()
         self._thread.start()
         atexit.register(self._stop_quietly)
 
@@ -111,6 +121,18 @@ class RestartingGroup:
         """As `MpGroup.run`; waits while the group is restarted."""
         return self._on_a_living_group(MpGroup.run, request)
 
+    def undo(self, step: int, request: Request) -> bool:
+        """As `MpGroup.undo`."""
+        group = self._group
+        if step < group.first_step:
+            return False
+        try:
+            return group.undo(step, request)
+        except Closed:  # the group has failed before that was published
+            if not self._is_restarting:
+                raise
+            return False
+
     def submit(self, request: Request) -> StepFuture:
         """As `MpGroup.submit`; waits while the group is restarted."""
         return self._on_a_living_group(MpGroup.submit, request)
@@ -126,6 +148,7 @@ class RestartingGroup:
         except Closed:
             if self._is_restarting:
                 return None
+            self._check_goes_on()
             raise
 
     def abort_step(self, step: int) -> bool:
@@ -135,6 +158,8 @@ class RestartingGroup:
     def health(self) -> GroupHealth:
         """As `MpGroup.health`: of the current epoch, or of the one that has failed while there is no other."""
         health = replace(self._group.health(), restarts=self._restarts)
+        if health.failure is not None:  # the newest, which may be that of a start of the next epoch
+            health = replace(health, failure=str(self._given_up or self._failure or health.failure))
         return replace(health, state=GroupState.STARTING.value, ok=False) if self._is_restarting else health
 
     def request_stop(self) -> None:
@@ -159,6 +184,7 @@ class RestartingGroup:
         if self._thread.ident is not None and not isinstance(threading.current_thread(), Monitor):
             self._thread.join(self._config.startup_timeout_s)
         self._group.stop(kill=kill)
+        self._news.wait(self._config.kill_timeout_s)
 
     @property
     def _is_restarting(self) -> bool:
@@ -168,21 +194,45 @@ class RestartingGroup:
     def _on_a_living_group(self, method: Callable[[MpGroup, Request], _Result], request: Request) -> _Result:
         try:
             group = self._group
-            return method(group if group.state.accepts_steps else self._wait_for_group(), request)
+            return method(group if group.state.accepts_steps else self._wait_for_group(request), request)
         except Closed:  # the group has failed before the step was published
             if not self._is_restarting:
                 raise
-            return method(self._wait_for_group(), request)
+            return method(self._wait_for_group(request), request)
 
-    def _wait_for_group(self) -> MpGroup:
+    def _wait_for_group(self, request: Request) -> MpGroup:
         failures.check_process(self._pid)
-        limit_s = self._config.restart_wait_s
+        limit, limit_s = request.limit, self._config.restart_wait_s
+        if limit is not None:
+            limit_s = min(limit_s, limit.seconds)
         with self._changed:
             if self._changed.wait_for(lambda: not self._is_restarting, limit_s):
-                if self._given_up is not None:
-                    raise failures.closed(GroupState.FAILED, self._given_up)
+                self._check_goes_on()
                 return self._group
-        raise failures.restarting(limit_s, self._group.failure)
+        if limit is not None and limit.seconds <= limit_s:
+            raise failures.restart_outlasts(request.name, limit, self._failure)
+        raise failures.restarting(limit_s, self._failure)
+
+    def _check_goes_on(self) -> None:
+        if self._given_up is not None:
+            raise failures.closed(GroupState.FAILED, self._given_up)
+        if self._stopping.is_set() and self._group.state is GroupState.FAILED:  # while it was to be restarted
+            raise failures.closed(GroupState.STOPPED, None) from self._failure
+
+    # In whatever thread an epoch fails in; the epoch's lock is held.
+
+    def _will_restart(self, error: StepcastError) -> bool:
+        """Decide, once for each failure, whether the group is restarted after it, and have the supervisor do it."""
+        if error is not self._failure:
+            lived_s = 0.0 if self._ready_at is None else self._clock() - self._ready_at
+            # A parent that has died ends the group for good. So does a first start that fails: most likely by a mistake
+            # that will not go away.
+            for_good = isinstance(error, Closed) or self._stopping.is_set()
+            for_good |= self._group.state is GroupState.STARTING
+            self._delay_s = None if for_good else self._policy.failed(lived_s)
+            self._failure, self._ready_at = error, None
+            self._failed.set()
+        return self._delay_s is not None
 
     # The supervisor's thread.
 
@@ -209,15 +259,13 @@ class RestartingGroup:
     def _restart(self, error: StepcastError) -> bool:
         """Put a new epoch in the place of one that has failed. Returns False where there is none."""
         epoch, first_step = self._group.epoch, self._group.last_step + 1
-        attempts = 0
         while True:
-            delay_s = None if isinstance(error, Closed) else self._policy.failed(self._clock())
-            # Starts that fail in a row are counted past the window too: each may take as long as the window.
-            if delay_s is None or attempts >= self._config.max_restarts:
-                self._give_up(error)
+            delay_s = self._delay_s if self._will_restart(error) else None
+            if delay_s is None:
+                if not self._stopping.is_set():
+                    self._give_up(error)
                 return False
             epoch += 1
-            attempts += 1
             _log.warning("the group has failed; epoch %d starts in %.3g s. The failure: %s", epoch, delay_s, error)
             if self._stopping.wait(delay_s):
                 return False
@@ -238,6 +286,7 @@ class RestartingGroup:
             _log.warning("epoch %d is spawned: a process with threads and sockets can't be forked safely", epoch)
             config = config.replace(start_method="spawn")
         group = self._new_group(config, epoch=epoch, first_step=first_step)
+        self._ready_at = None
         with self._changed:
             self._starting = group
         try:
@@ -247,6 +296,7 @@ class RestartingGroup:
         finally:
             with self._changed:
                 self._starting = None
+        self._ready_at = self._clock()
         with self._changed:
             self._restarts += 1
             self._group = group
@@ -254,14 +304,7 @@ class RestartingGroup:
         _log.warning("epoch %d is ready, after %d restarts in all", epoch, self._restarts)
 
     def _new_group(self, config: ExecutorConfig, *, epoch: int, first_step: int) -> MpGroup:
-        group = MpGroup(config, epoch=epoch, first_step=first_step)
-        group.on_failure.append(self._epoch_failed)
-        return group
-
-    def _epoch_failed(self, error: StepcastError) -> None:
-        """In the thread of the epoch's monitor."""
-        self._failed.set()
-        failures.announce(error, tuple(self.on_failure))
+        return MpGroup(config, epoch=epoch, first_step=first_step, news=self._news, will_restart=self._will_restart)
 
     def _give_up(self, error: StepcastError) -> None:
         with self._changed:

@@ -67,7 +67,14 @@ def try_backend(config: ExecutorConfig, backend: str, world_size: int) -> Trial:
         began = time.monotonic()
         with Executor(
             config.replace(
-                worker=_WORKER, backend=backend, world_size=world_size, output_rank=0, worker_options={}, **_LIMITS
+                worker=_WORKER,
+                backend=backend,
+                world_size=world_size,
+                output_rank=0,
+                worker_options={},
+                restart="never",
+                watch_parent=False,
+                **_LIMITS,
             )
         ) as executor:
             started = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any
 from stepcast.bus import codec
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError, StepTimeout
-from stepcast.bus.frames import DRIVER_RANK, Flag, Header, Kind, pack_times
+from stepcast.bus.frames import DRIVER_RANK, NO_TIMES, Flag, Header, Kind, pack_times
 from stepcast.bus.liveness import Phase
 from stepcast.bus.subscriber import Message
 from stepcast.bus.verdicts import Verdict, Work, judge
@@ -28,6 +28,7 @@ from . import failures, platforms
 from .config import ExecutorConfig
 from .health import GroupHealth, RankHealth
 from .interrupts import HeldInterrupts
+from .news import FailureNews
 from .pending import PendingTable
 from .state import GroupState, can_change
 from .step import Pending, Request, StepFuture
@@ -62,7 +63,8 @@ class UniGroup:
         self._pid = os.getpid()
         self.state = GroupState.NEW
         self.failure: StepcastError | None = None
-        self.on_failure: list[Callable[[StepcastError], None]] = []
+        self._news = FailureNews()
+        self.on_failure = self._news.callbacks
         self._changed = threading.Condition()
         self._pending = PendingTable(1, config.failure_grace_s)
         self._board = Board()
@@ -110,6 +112,11 @@ class UniGroup:
     def run(self, request: Request) -> Any:
         """As `Group.run`."""
         return self.submit(request).result()
+
+    def undo(self, step: int, request: Request) -> bool:  # noqa: ARG002 - there is one life
+        """As `MpGroup.undo`."""
+        self.run(request)
+        return True
 
     def submit(self, request: Request) -> StepFuture:
         """As `Group.submit`."""
@@ -218,6 +225,7 @@ class UniGroup:
         self._pending.give_out()
         if self._timer.ident is not None and self._timer is not threading.current_thread():
             self._timer.join(self.config.kill_timeout_s)
+        self._news.wait(self.config.kill_timeout_s)
         if self.failure is not None and not failed_before:
             raise self.failure
 
@@ -249,7 +257,7 @@ class UniGroup:
                 self._pending.failed(0, sequence, codec.decode(frames), self.clock())
                 self._pending.to_resume.clear()  # there are no peers, and it does not wait
             else:
-                self._pending.result(0, sequence, _copied(frames), pack_times(times or (0, 0, 0, 0, 0, 0)))
+                self._pending.result(0, sequence, _copied(frames), pack_times(times or NO_TIMES))
             if self.state.accepts_steps:
                 wanted = GroupState.DEGRADED if self._pending.degraded else GroupState.READY
                 if self.state is not wanted:
@@ -378,12 +386,11 @@ class UniGroup:
         if self.state in (GroupState.FAILED, GroupState.STOPPED):
             return
         self.failure = error
+        failures.ends_group(error, restarted=False)
         self._change(GroupState.FAILED)
         self._pending.fail_all(error)
         self._end_loop()  # the worker may come back to it
-        callbacks, self.on_failure = self.on_failure, []
-        for callback in callbacks:
-            threading.Thread(target=callback, args=(error,), name="stepcast-on-failure", daemon=True).start()
+        self._news.tell(error)
 
 
 def _copied(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:

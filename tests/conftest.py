@@ -26,3 +26,6 @@ hypothesis.settings.load_profile("stepcast")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=5.0, help="how long each soak under faults lasts")
     parser.addoption("--long-steps", type=int, default=20_000, help="steps of the endurance run; a million is the aim")
+    parser.addoption(
+        "--all-chaos", action="store_true", help="each scenario of faults with every world size and start method"
+    )

@@ -51,13 +51,20 @@ def test_the_readmes_example_prints_what_its_comments_say(tmp_path: Path) -> Non
 
 def test_the_example_of_injected_faults_runs(tmp_path: Path) -> None:
     """It sees the faults that it injects."""
-    (example,) = blocks(ROOT / "docs" / "testing.md", "python")
+    example, _ = blocks(ROOT / "docs" / "testing.md", "python")
     script = tmp_path / "example.py"
     script.write_text(example)
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
 
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["['dropped and replayed', 'dropped and replayed']", "1", "True"]
+
+
+def test_the_example_of_the_fixture_passes(pytester: pytest.Pytester) -> None:
+    """Installed, the plugin needs nothing more."""
+    _, example = blocks(ROOT / "docs" / "testing.md", "python")
+    pytester.makepyfile(example)
+    pytester.runpytest_subprocess("-W", "error", timeout=100).assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))

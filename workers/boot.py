@@ -16,11 +16,11 @@ import msgpack
 
 from stepcast.bus import codec
 from stepcast.bus.errors import ConfigError
-from stepcast.bus.frames import Flag, Kind
+from stepcast.bus.frames import NO_TIMES, Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.replies import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
-from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, LinkLost
 
 from .base import RankInfo, Worker
 from .board import Board
@@ -30,7 +30,7 @@ from .death_watch import DriverWatch, die_with_parent_thread
 from .loading import load_worker_class
 from .log import configure_logging
 from .loop import StepSource, WorkerLoop, describe_error
-from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, Responder
+from .responder import DUMP_SIGNAL, EXIT_DRIVER_GONE, EXIT_LINK_LOST, Responder
 
 #: Exit code after an exception that was reported to the driver.
 EXIT_FAILED = 80
@@ -190,11 +190,14 @@ class _Rank:
             group = _process_group()
             if group is not None and group.exit_waits_for_peers():  # the worker has left it to us
                 group.destroy_process_group()
+        except LinkLost as error:  # nobody can be told
+            _log.error("this rank ends: %s", error)
+            return EXIT_LINK_LOST
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver is told
             _log.exception("%s failed", self._board.status.phase)
             status = self._board.status
             frames = codec.encode(describe_error(error))
-            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=(0, 0, 0, 0, 0, 0))
+            self._replies.send(Kind.FAILURE, status.sequence, 0, frames, times=NO_TIMES)
             return EXIT_FAILED
         self._replies.send(Kind.BYE)
         return 0

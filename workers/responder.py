@@ -23,6 +23,8 @@ from .death_watch import DriverWatch
 EXIT_DRIVER_GONE = 81
 EXIT_STOPPED_NOW = 82
 EXIT_RESPONDER_FAILED = 83
+#: Its connection to the driver has ended for good, though the driver lives.
+EXIT_LINK_LOST = 84
 
 #: How often the driver's pid is looked up where the kernel has no pidfd.
 _WATCH_INTERVAL_S = 0.5
@@ -117,7 +119,7 @@ class Responder(threading.Thread):
             self._answer()
             while self._control.socket.has_unread:
                 self._answer()
-        except (ConnectionError, FileNotFoundError):
+        except ConnectionError:
             return False
         return True
 

@@ -129,6 +129,7 @@ def generate(
             outcome,
             config,
             worker=_CAUSAL_LM,
+            ends_with_parent=True,
             verbose=verbose,
             debug=debug,
             log_format=log_format,
@@ -278,6 +279,7 @@ def _settings(
     verbose: bool,
     debug: bool,
     log_format: LogFormat | None,
+    ends_with_parent: bool = False,
     **options: Any,
 ) -> ExecutorConfig:
     """Load the configuration, and set logging up as it says."""
@@ -286,10 +288,23 @@ def _settings(
     given = {
         name: value.value if isinstance(value, Enum) else value for name, value in options.items() if value is not None
     }
-    settings = ExecutorConfig.load(path, **given)
+    settings = load_watching(path, given) if ends_with_parent else ExecutorConfig.load(path, **given)
     configure_logging(settings.log_format, level or "WARNING")
     outcome.log_format = settings.log_format
     return settings
+
+
+def load_watching(path: Path | None, given: dict[str, Any]) -> ExecutorConfig:
+    """Load the configuration, so that ranks on cards don't outlive who has started this command.
+
+    Args:
+        path: a TOML file.
+        given: what the command line says.
+    """
+    settings = ExecutorConfig.load(path, **given)
+    if settings.resolved_backend == "uni" or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: it is to
+        return settings
+    return ExecutorConfig.load(path, defaults={"watch_parent": True}, **given)
 
 
 def _check_installed() -> None:

@@ -19,7 +19,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
         console: where to.
     """
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for title in ("", "fault", "ranks", "start", "expected", "seen"):
+    for title in ("", "fault", "ranks", "start", "expected", "seen", "verdict"):
         table.add_column(title, no_wrap=True)
     for title in ("detected ms", "released ms", "lost steps"):
         table.add_column(title, justify="right")
@@ -32,12 +32,19 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
             each.start_method,
             each.expected,
             each.seen,
+            _verdict(each),
             _milliseconds(each.detected_ms),
             _milliseconds(each.released_ms),
             str(each.lost_steps),
             "; ".join([*each.leaks, *filter(None, [each.problem])]) or "-",
         )
     console.print(table)
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.verdict == outcome.expected_verdict:
+        return outcome.verdict or "-"
+    return f"{outcome.verdict or '-'}, not {outcome.expected_verdict}"
 
 
 def print_soak(report: SoakReport, console: Console) -> None:

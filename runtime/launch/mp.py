@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import multiprocessing
+import multiprocessing.spawn
 import os
 import signal
 import subprocess
@@ -25,6 +26,9 @@ from .forking import check_not_daemon, release_openmp_threads
 from .process import ForkedProcess, SpawnedProcess, WorkerProcess
 
 _log = logging.getLogger("stepcast.runtime")
+
+#: Held while `multiprocessing.spawn` is told what to leave out: two executors may be started at once.
+_preparing = threading.Lock()
 
 
 def spawn_all(boots: Sequence[BootConfig], environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess]:
@@ -128,7 +132,7 @@ def fork(
                 args=(boot, dict(environment), stdout_write, stderr_write, inherited, inherited_class),
                 name=f"stepcast-rank-{boot.rank}",
             )
-            with _main_module_hidden(), _told(boot.rank, "start fewer ranks, or free memory and processes"):
+            with _main_module_left_out(method), _told(boot.rank, "start fewer ranks, or free memory and processes"):
                 process.start()
             # Ours to join. multiprocessing would do it at exit, without a limit, and in a fork of this process, where
             # it can't.
@@ -200,17 +204,31 @@ def _run_forked(
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep a fork server's children from running the embedder's script again: what they need of it, they load."""
-    main = sys.modules["__main__"]
-    names: dict[str, Any] = vars(main)
-    hidden: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
-    names.pop("__file__", None)
-    names["__spec__"] = None
-    try:
+def _main_module_left_out(method: str) -> Iterator[None]:
+    """Keep a fork server and its children from running the embedder's script again: what they need of it, they load.
+
+    A restart comes here in a thread of its own, while the embedder's threads go on: for them nothing changes.
+    """
+    if method != "forkserver":
         yield
-    finally:
-        names.update(hidden)
+        return
+    this_thread = threading.get_ident()
+    module: Any = multiprocessing.spawn
+    with _preparing:
+        prepare = module.get_preparation_data
+
+        def prepare_without_main(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = prepare(name)
+            if threading.get_ident() == this_thread:
+                for key in ("init_main_from_name", "init_main_from_path"):
+                    data.pop(key, None)
+            return data
+
+        module.get_preparation_data = prepare_without_main
+        try:
+            yield
+        finally:
+            module.get_preparation_data = prepare
 
 
 def _restore_signals() -> None:

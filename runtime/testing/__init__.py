@@ -1,7 +1,4 @@
-"""Faults for an embedder's own tests, injected into a live group of the embedder's own worker."""
+"""Faults for an embedder's own tests; `stepcast.testing` has the public names.
 
-from .frames import FrameFaults
-from .group import FaultyGroup, wait_for_ends
-from .worker import InjectedFaultError
-
-__all__ = ["FaultyGroup", "FrameFaults", "InjectedFaultError", "wait_for_ends"]
+Nothing is imported here: pytest loads the plugin, which is in here, at each of its starts.
+"""

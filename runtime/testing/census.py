@@ -9,7 +9,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 from stepcast.workers.death_watch import stat_fields
 
@@ -20,10 +22,15 @@ _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
 class Census:
-    """What is there now, to compare with what is there later."""
+    """What is there now, to compare with what is there later.
 
-    def __init__(self) -> None:
-        self._before = _inventory()
+    Args:
+        root: where run directories are; None for the platform's temporary directory.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = Path(tempfile.gettempdir()) if root is None else root
+        self._before = _inventory(self._root)
 
     def leaks(self, grace_s: float) -> list[str]:
         """Tell what has come since and is there still.
@@ -35,27 +42,32 @@ class Census:
             A line for each.
         """
         deadline = time.monotonic() + grace_s
-        while (left := _inventory() - self._before) and time.monotonic() < deadline:
+        while (left := _inventory(self._root) - self._before) and time.monotonic() < deadline:
             gc.collect()  # what only a reference cycle holds is not left behind
             time.sleep(_POLL_INTERVAL_S)
         return sorted(left.elements())
 
 
-def _inventory() -> Counter[str]:
+def _inventory(root: Path) -> Counter[str]:
     found: Counter[str] = Counter()
-    helpers = 0
     for pid in _descendants(os.getpid()):
-        if any(name in _read(pid, "cmdline") for name in _HELPERS):
-            helpers += 1
-        else:
+        if not any(name in _read(pid, "cmdline") for name in _HELPERS):
             found[f"process {pid}"] += 1
     found.update(f"thread {thread.name!r}" for thread in threading.enumerate())
-    if not helpers:  # they hold pipes to this process
-        for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
+    pipes = {str(fd) for fd in _helpers_pipes()}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them is closed by now
+            if path.name not in pipes:
                 found[f"descriptor of {path.readlink()}"] += 1
-    found.update(f"run directory {path}" for path in Path(tempfile.gettempdir()).glob("stepcast-*") if _is_ours(path))
+    found.update(f"run directory {path}" for path in root.glob("stepcast-*") if _is_ours(path))
     return found
+
+
+def _helpers_pipes() -> list[int | None]:
+    """This process's ends of the pipes to multiprocessing's helpers, where these run."""
+    tracker: Any = resource_tracker
+    server: Any = forkserver
+    return [tracker._resource_tracker._fd, server._forkserver._forkserver_alive_fd]  # noqa: SLF001 - no public way
 
 
 def _is_ours(path: Path) -> bool:
@@ -81,3 +93,17 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # it has ended
         return b""
+
+
+def marked(entry: str) -> list[int]:
+    """Find the processes that have an entry in their environment, or were forked from one that has.
+
+    Args:
+        entry: the variable and its value, as ``NAME=value``.
+
+    Returns:
+        The ids of those that have not ended.
+    """
+    wanted = entry.encode()
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if wanted in _read(pid, "environ").split(b"\0")]

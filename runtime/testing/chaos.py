@@ -1,25 +1,26 @@
-"""Runs scenarios against live groups, and tells what became of each."""
+"""What a scenario of `stepcast chaos` is, and what became of one that was played."""
 
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from stepcast.bus.errors import StepcastError
+from stepcast.bus.errors import StepcastError, WorkerLost
+from stepcast.bus.verdicts import Verdict
 from stepcast.runtime.config import ExecutorConfig
-from stepcast.runtime.state import GroupState
-from stepcast.runtime.step import StepFuture
 
 from .census import Census
-from .group import FaultyGroup, wait_for_ends
 
 NO_ERROR = "none"
+#: How steps go to the ranks.
+LANE = "bus"
 #: How long an outcome may take before the scenario counts as hung; every limit of `SETTINGS` is far below it.
-_HANG_S = 45.0
-_GONE_WITHIN_S = 10.0
+HANG_S = 45.0
 _LEAK_GRACE_S = 5.0
 SETTINGS: dict[str, Any] = {
     "startup_timeout_s": 60.0,
@@ -33,6 +34,65 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+class Record:
+    """What is seen while a scenario plays.
+
+    Attributes:
+        fault_at: when the fault was injected, by `time.monotonic`.
+        seen: the name of the error that the embedder saw first, or "none".
+        detected_at: when it saw it, or whatever else the scenario takes for the fault's detection.
+        released_at: when no process was left.
+        lost_steps: steps that were submitted and not answered.
+        verdicts: what the driver has made of the victim since the fault, each change once.
+    """
+
+    def __init__(self) -> None:
+        self.fault_at = time.monotonic()
+        self.seen = NO_ERROR
+        self.detected_at: float | None = None
+        self.released_at: float | None = None
+        self.lost_steps = 0
+        self.verdicts: list[Verdict] = []
+
+    def see(self, error: StepcastError | str, at: float | None = None) -> None:
+        """Note an error, or its name, and when it was seen; the first one counts."""
+        if self.seen == NO_ERROR:
+            self.seen = error if isinstance(error, str) else type(error).__name__
+            self.detect(at)
+
+    def detect(self, at: float | None = None) -> None:
+        """Note when the fault was detected; the first time counts."""
+        if self.detected_at is None:
+            self.detected_at = time.monotonic() if at is None else at
+
+    def judged(self, verdict: str) -> Verdict:
+        """Note a verdict on the victim."""
+        judged = Verdict(verdict)
+        if self.verdicts[-1:] != [judged]:
+            self.verdicts.append(judged)
+        return judged
+
+    def verdict(self, expected: Verdict | None) -> Verdict | None:
+        """The verdict to tell of: the expected one, if nothing contradicts it; else the one that does, or the last.
+
+        A rank that should stay healthy must never have been judged otherwise; but a group that ends for another reason
+        than a lost rank takes its ranks along.
+        """
+        if expected is None:
+            return None
+        if expected.is_healthy:
+            wrong = [each for each in self.verdicts if not each.is_healthy]
+            if self.seen != WorkerLost.__name__:
+                wrong = [each for each in wrong if each is not Verdict.GONE]
+            if wrong:
+                return wrong[0]
+        return expected if expected in self.verdicts else next(reversed(self.verdicts), None)
+
+    def since_fault_ms(self, at: float | None) -> float | None:
+        """Milliseconds from the fault until then."""
+        return None if at is None else (at - self.fault_at) * 1e3
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A fault, and what should come of it.
@@ -40,18 +100,36 @@ class Scenario:
     Attributes:
         name: its name.
         expected: the error's type that the embedder should see, or "none".
-        play: does it, on a stage.
         settings: the group's, beside `SETTINGS`.
-        frames: whether it disturbs frames.
-        in_setup: what the victim does in its setup.
+        verdict: what the driver should make of the victim, while the fault lasts or after it; None where there is
+            nobody to judge it, or no victim.
+        start_method: how the ranks have to be started; None where it does not matter.
     """
 
     name: str
     expected: str
-    play: Callable[[Stage], None]
-    settings: dict[str, Any] = field(default_factory=dict)
-    frames: bool = False
-    in_setup: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    verdict: Verdict | None = field(default=None, kw_only=True)
+    start_method: str | None = field(default=None, kw_only=True)
+    #: "rank" or "driver": which processes the fault is done to.
+    level: ClassVar[str]
+
+    def run(self, config: ExecutorConfig, draw: random.Random, record: Record) -> None:
+        """Play it.
+
+        Args:
+            config: the group's settings.
+            draw: the scenario's chance.
+            record: where to note what is seen.
+
+        Raises:
+            Exception: something happened that should not have.
+        """
+        raise NotImplementedError
+
+    def method(self, wanted: str) -> str:
+        """How the ranks are started where `wanted` was asked for."""
+        return self.start_method or wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +140,12 @@ class Outcome:
         scenario: its name.
         passed: whether what was seen is what was expected, nothing hung and nothing was left.
         expected, seen: the error's type, or "none".
-        detected_ms: from the fault until the embedder knew; None where there was no error.
+        expected_verdict, verdict: what the driver made of the victim; None where nobody could.
+        detected_ms: from the fault until the embedder knew; None where it is not to know.
         released_ms: from the fault until no process of the group was left; None where the group lived on.
         lost_steps: steps that were submitted and not answered.
         leaks: what was left behind.
+        lane: how steps went to the ranks.
         start_method, world_size, seed: what it ran with.
         problem: what else went wrong.
     """
@@ -74,87 +154,17 @@ class Outcome:
     passed: bool
     expected: str
     seen: str
+    expected_verdict: str | None
+    verdict: str | None
     detected_ms: float | None
     released_ms: float | None
     lost_steps: int
     leaks: list[str]
+    lane: str
     start_method: str
     world_size: int
     seed: int
     problem: str | None = None
-
-
-class Stage:
-    """Where a scenario plays: a live group, a victim, and a record of what was submitted and seen.
-
-    Args:
-        group: the group.
-        draw: the scenario's chance.
-        failures: the errors that have ended the group, with the clock's reading.
-    """
-
-    def __init__(self, group: FaultyGroup, draw: random.Random, failures: list[tuple[float, StepcastError]]) -> None:
-        self.group = group
-        self.draw = draw
-        self.victim = draw.randrange(group.config.world_size)
-        self.fault_at = 0.0
-        self.lost_steps = 0
-        self.seen: StepcastError | None = None
-        self.seen_at = 0.0
-        self._failures = failures
-
-    def fault(self, inject: Callable[[], object]) -> None:
-        """Inject the fault, and note when."""
-        self.fault_at = time.monotonic()
-        inject()
-
-    def steps(self, count: int, *, timeout_s: float | None = None) -> list[StepFuture]:
-        """Submit steps; an error of the submission is seen."""
-        futures = []
-        for number in range(count):
-            try:
-                futures.append(self.group.executor.submit(number, gather=True, timeout_s=timeout_s))
-            except StepcastError as error:
-                self.lost_steps += 1
-                self.see(error)
-        return futures
-
-    def answers(self, futures: list[StepFuture]) -> None:
-        """Wait for all outcomes: right answers, or the error that is seen first."""
-        for number, future in enumerate(futures):
-            error = future.exception(_HANG_S)
-            if error is None:
-                expected = [number] * self.group.config.world_size
-                if self.group.config.worker_options["stepcast.testing.worker"].endswith(":Collective"):
-                    expected = [number * self.group.config.world_size] * self.group.config.world_size
-                if future.result(0) != expected:
-                    raise AssertionError(f"step {number} was answered {future.result(0)!r}")
-            else:
-                self.lost_steps += 1
-                if isinstance(error, StepcastError):
-                    self.see(error)
-
-    def run(self, count: int = 4) -> None:
-        """Submit steps, and wait for their outcomes."""
-        self.answers(self.steps(count))
-
-    def wait(self, seconds: float) -> None:
-        """Let time pass in which nothing is submitted."""
-        time.sleep(seconds)
-
-    def await_failure(self) -> None:
-        """Wait until the group has failed, with no step under way."""
-        deadline = time.monotonic() + _HANG_S
-        while not self._failures:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the group did not fail")
-            time.sleep(0.001)
-        self.seen_at, self.seen = self._failures[0]
-
-    def see(self, error: StepcastError) -> None:
-        """Note the first error."""
-        if self.seen is None:
-            self.seen, self.seen_at = error, time.monotonic()
 
 
 def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -> Outcome:
@@ -163,57 +173,41 @@ def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -
     Args:
         scenario: the scenario.
         world_size: the number of ranks.
-        start_method: how they are started; a scenario of frames is started by "spawn" in place of "fork".
+        start_method: how they are started; some scenarios have to have it their own way.
         seed: decides what is drawn.
 
     Returns:
         What became of it.
     """
-    if scenario.frames and start_method == "fork":
-        start_method = "spawn"
+    start_method = scenario.method(start_method)
     draw = random.Random(f"{seed} {scenario.name}")  # noqa: S311 - to be drawn again
-    settings = {"worker": "stepcast.workers.echo:Echo", **SETTINGS, **scenario.settings}
+    root = Path(tempfile.mkdtemp(prefix="chaos-"))  # other runs on this host are not to be blamed on this one
+    census, record, problem = Census(root), Record(), None
+    settings = {"worker": "stepcast.workers.echo:Echo", "run_dir": str(root), **SETTINGS, **scenario.settings}
     config = ExecutorConfig(world_size=world_size, start_method=start_method, backend="mp", **settings)
-    failures: list[tuple[float, StepcastError]] = []
-    in_setup = {} if scenario.in_setup is None else {draw.randrange(world_size): scenario.in_setup}
-    census = Census()
-    seen, detected_ms, released_ms, lost, problem = NO_ERROR, None, None, 0, None
-    began = time.monotonic()
     try:
-        group = FaultyGroup(
-            config,
-            frame_faults=scenario.frames,
-            in_setup=in_setup,
-            on_failure=lambda error: failures.append((time.monotonic(), error)),
-        )
-        with group:
-            stage = Stage(group, draw, failures)
-            pids = group.executor.worker_pids
-            stage.fault_at = time.monotonic()
-            scenario.play(stage)
-            lost = stage.lost_steps
-            if stage.seen is not None:
-                seen = type(stage.seen).__name__
-                detected_ms = (stage.seen_at - stage.fault_at) * 1e3
-            if group.executor.state is GroupState.FAILED:
-                if not wait_for_ends(pids, _GONE_WITHIN_S):
-                    problem = f"processes are left {_GONE_WITHIN_S:g} s after the group has failed"
-                released_ms = (time.monotonic() - stage.fault_at) * 1e3
+        scenario.run(config, draw, record)
     except StepcastError as error:
-        seen, detected_ms = type(error).__name__, (time.monotonic() - began) * 1e3
-        released_ms = detected_ms
+        record.see(error)
+        record.released_at = record.detected_at
     except Exception as error:  # noqa: BLE001 - a scenario that breaks must not end the others
         problem = f"{type(error).__name__}: {error}"
     leaks = census.leaks(_LEAK_GRACE_S)
+    shutil.rmtree(root)
+    verdict = record.verdict(scenario.verdict)
+    as_expected = (record.seen, verdict) == (scenario.expected, scenario.verdict)
     return Outcome(
         scenario=scenario.name,
-        passed=seen == scenario.expected and problem is None and not leaks and (seen != NO_ERROR or lost == 0),
+        passed=as_expected and problem is None and not leaks and (record.seen != NO_ERROR or record.lost_steps == 0),
         expected=scenario.expected,
-        seen=seen,
-        detected_ms=detected_ms,
-        released_ms=released_ms,
-        lost_steps=lost,
+        seen=record.seen,
+        expected_verdict=None if scenario.verdict is None else str(scenario.verdict),
+        verdict=None if verdict is None else str(verdict),
+        detected_ms=record.since_fault_ms(record.detected_at),
+        released_ms=record.since_fault_ms(record.released_at),
+        lost_steps=record.lost_steps,
         leaks=leaks,
+        lane=LANE,
         start_method=start_method,
         world_size=world_size,
         seed=seed,

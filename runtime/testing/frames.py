@@ -109,14 +109,16 @@ class FrameFaults:
     untouched. `happened` counts the messages that were hit.
 
     Attributes:
-        happened: by fault's name, how many messages it has hit.
-        on_change: called when a link is stalled or healed; the proxy's.
+        happened: by fault's name, how many messages it has hit; for `cut`, how often the link was cut.
+        on_change: called when a link is cut, stalled or healed; the proxy's.
     """
 
     happened: dict[str, int] = field(default_factory=dict)
     on_change: Callable[[], object] = lambda: None
     _rules: list[_Rule] = field(default_factory=list)
     _cut: set[int] = field(default_factory=set)
+    _cuts: dict[int, int] = field(default_factory=dict)
+    _lost: set[int] = field(default_factory=set)
     _stalled: set[int] = field(default_factory=set)
     _held: dict[int, list[bytes]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -159,9 +161,18 @@ class FrameFaults:
         self._add("reorder", rank, kind, 1, lambda _: [])
 
     def cut(self, rank: int) -> None:
-        """Lose everything on a rank's link, both ways, until `heal`."""
+        """Close a rank's connections, with all that is on its way in them, and refuse new ones until `heal`."""
         with self._lock:
             self._cut.add(rank)
+            self._cuts[rank] = self._cuts.get(rank, 0) + 1
+            self._held.pop(rank, None)
+            self._count("cut")
+        self.on_change()
+
+    def blackhole(self, rank: int) -> None:
+        """Lose everything on a rank's link, both ways, until `heal`; its connections stay open, and show nothing."""
+        with self._lock:
+            self._lost.add(rank)
 
     def stall(self, rank: int) -> None:
         """Let nothing pass on a rank's link until `heal`: it waits, in queues that fill up."""
@@ -170,13 +181,14 @@ class FrameFaults:
         self.on_change()
 
     def heal(self, rank: int) -> None:
-        """End what `cut` and `stall` began, and forget the faults that still wait for a message.
+        """End what `cut`, `blackhole` and `stall` began, and forget the faults that still wait for a message.
 
         Args:
             rank: whose link.
         """
         with self._lock:
             self._cut.discard(rank)
+            self._lost.discard(rank)
             self._stalled.discard(rank)
             self._rules = [rule for rule in self._rules if rule.rank != rank]
         self.on_change()
@@ -184,6 +196,18 @@ class FrameFaults:
     def is_stalled(self, rank: int) -> bool:
         """Tell whether nothing may pass on a rank's link; for the proxy."""
         return rank in self._stalled
+
+    def life(self, rank: int) -> int | None:
+        """Tell which connections a rank's link has; for the proxy.
+
+        Args:
+            rank: whose link.
+
+        Returns:
+            How often the link was cut: what was connected at another count is to be closed. None while it is cut.
+        """
+        with self._lock:
+            return None if rank in self._cut else self._cuts.get(rank, 0)
 
     def judge(self, rank: int, message: ZmtpMessage, *, to_rank: bool) -> list[tuple[float, bytes]]:
         """Decide on one message; for the proxy.
@@ -197,8 +221,8 @@ class FrameFaults:
             What to deliver: each with the seconds to wait before.
         """
         with self._lock:
-            if rank in self._cut:
-                self._count("cut")
+            if rank in self._lost:
+                self._count("blackhole")
                 return []
             for rule in self._rules:
                 if rule.rank == rank and rule.kind == message.kind:

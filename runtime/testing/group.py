@@ -100,8 +100,9 @@ class FaultyGroup:
 
         Args:
             rank: the rank.
-            fault: "raise", "exit", "exit_cleanly", "os_exit", "kill", "segfault"; "sleep", "sleep_ignoring_sigterm" or
-                "hold_gil" before the step is computed; "answer" with what can't be sent; or "teardown": stay in it.
+            fault: "raise", "exit", "exit_cleanly", "os_exit", "kill", "segfault"; "sleep", "sleep_ignoring_sigterm",
+                "hold_gil" (waiting in C code), "compute_in_gil" or "extra_collective" (an all-reduce) before the step
+                is computed; "answer" with what can't be sent; or "teardown": stay in it.
             seconds: how long, of those that take time.
 
         Raises:

@@ -15,7 +15,10 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.workers.boot_config import BootConfig
@@ -28,13 +31,33 @@ _MAX_HELD_BYTES = 1 << 20
 _STOP_TIMEOUT_S = 5.0
 
 
+class _Link(NamedTuple):
+    """Where a rank connects to.
+
+    Attributes:
+        rank: the rank.
+        driver: the driver's socket.
+        to_rank: whether the driver sends there; else the rank does.
+    """
+
+    rank: int
+    driver: Path
+    to_rank: bool
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the epoch has ended: its run directory has gone."""
+        return not self.driver.parent.exists()
+
+
 @dataclass(eq=False)
 class _Direction:
     """One direction of a connection.
 
     Attributes:
         source, target: the sockets.
-        rank: the rank at the other end of the link.
+        link: what it belongs to.
+        life: the link's, when it was connected.
         to_rank: whether it leads from the driver to the rank.
         reader: finds the messages in what comes.
         unsent: what the target has not taken yet.
@@ -42,7 +65,8 @@ class _Direction:
 
     source: socket.socket
     target: socket.socket
-    rank: int
+    link: _Link
+    life: int
     to_rank: bool
     reader: MessageReader = field(default_factory=MessageReader)
     unsent: bytearray = field(default_factory=bytearray)
@@ -62,7 +86,8 @@ class Proxy(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._listeners: dict[socket.socket, tuple[int, str, bool]] = {}
+        self._planned: deque[tuple[socket.socket, _Link]] = deque()  # the thread takes them from here
+        self._listeners: dict[socket.socket, _Link] = {}
         self._directions: dict[socket.socket, _Direction] = {}  # by their source
         self._by_target: dict[socket.socket, _Direction] = {}
         self._delayed: list[tuple[float, int, _Direction, bytes]] = []
@@ -81,8 +106,8 @@ class Proxy(threading.Thread):
         """
         return dataclasses.replace(
             boot,
-            publish_endpoint=self._listen(boot, boot.publish_endpoint, to_rank=True),
-            reply_endpoint=self._listen(boot, boot.reply_endpoint, to_rank=False),
+            publish_endpoint=self._listen(boot.rank, boot.publish_endpoint, to_rank=True),
+            reply_endpoint=self._listen(boot.rank, boot.reply_endpoint, to_rank=False),
         )
 
     def wake(self) -> None:
@@ -95,7 +120,7 @@ class Proxy(threading.Thread):
         self.wake()
         self.join(_STOP_TIMEOUT_S)
         self._faults.on_change = lambda: None
-        for each in (*self._listeners, *self._directions):
+        for each in (*(listener for listener, _ in self._planned), *self._listeners, *self._directions):
             each.close()
         self._selector.close()
         os.close(self._wake)
@@ -104,8 +129,10 @@ class Proxy(threading.Thread):
     def run(self) -> None:
         """Pass messages on until it is closed."""
         while not self._ended:
-            for direction in self._directions.values():
-                self._watch(direction.source)
+            while self._planned:
+                self._begin(*self._planned.popleft())
+            for direction in list(self._directions.values()):
+                self._watch(direction)
             due_in_s = self._delayed[0][0] - time.monotonic() if self._delayed else None
             for key, events in self._selector.select(None if due_in_s is None else max(0.0, due_in_s)):
                 self._turn(key.fileobj, events)
@@ -123,38 +150,58 @@ class Proxy(threading.Thread):
             if events & selectors.EVENT_READ and file in self._directions:
                 self._pass_on(self._directions[file])
 
-    def _listen(self, boot: BootConfig, driver: str, *, to_rank: bool) -> str:
+    def _listen(self, rank: int, endpoint: str, *, to_rank: bool) -> str:
+        """In the thread that starts the group: the rank may connect at once, and be heard a little later."""
         name = f"{'p' if to_rank else 'r'}{next(self._numbers)}"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._directory.path / name))
         listener.listen()
-        self._listeners[listener] = (boot.rank, driver.removeprefix("ipc://"), to_rank)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._planned.append((listener, _Link(rank, Path(endpoint.removeprefix("ipc://")), to_rank)))
         self.wake()
         return self._directory.endpoint(name)
 
+    def _begin(self, listener: socket.socket, link: _Link) -> None:
+        """Listen for a new epoch, and no longer for those that are over."""
+        self._listeners[listener] = link
+        self._selector.register(listener, selectors.EVENT_READ)
+        for each in [each for each, old in self._listeners.items() if old.is_over]:
+            del self._listeners[each]
+            self._selector.unregister(each)
+            Path(each.getsockname()).unlink(missing_ok=True)
+            each.close()
+        for direction in [each for each in self._directions.values() if each.link.is_over]:
+            self._close(direction)
+
     def _accept(self, listener: socket.socket) -> None:
-        rank, path, to_rank = self._listeners[listener]
+        link = self._listeners[listener]
         worker, _ = listener.accept()
+        life = self._faults.life(link.rank)
         driver = socket.socket(socket.AF_UNIX)
         try:
-            driver.connect(path)
+            if life is None:
+                raise ConnectionRefusedError
+            driver.connect(str(link.driver))
         except OSError:  # the driver has not bound yet, or has ended: the rank tries again, as it would there
             worker.close()
             driver.close()
             return
         for source, target, toward_rank in ((worker, driver, False), (driver, worker, True)):
             source.setblocking(False)
-            direction = _Direction(source, target, rank, toward_rank)
-            direction.reader.carries_messages = toward_rank == to_rank
+            direction = _Direction(source, target, link, life, toward_rank)
+            direction.reader.carries_messages = toward_rank == link.to_rank
             self._directions[source] = self._by_target[target] = direction
             self._selector.register(source, selectors.EVENT_READ)
 
-    def _watch(self, source: socket.socket) -> None:
-        """Read from a side while the other takes what comes, and the link isn't stalled."""
+    def _watch(self, direction: _Direction) -> None:
+        """Read from a side while the other takes what comes, and the link is neither cut nor stalled."""
+        source = direction.source
+        if source not in self._directions:  # closed just now, with its other direction
+            return
+        if self._is_cut(direction):
+            self._close(direction)
+            return
         events = 0
-        direction = self._directions[source]
-        if len(direction.unsent) < _MAX_HELD_BYTES and not self._faults.is_stalled(direction.rank):
+        if len(direction.unsent) < _MAX_HELD_BYTES and self._is_open(direction):
             events |= selectors.EVENT_READ
         if self._by_target[source].unsent:
             events |= selectors.EVENT_WRITE
@@ -168,7 +215,15 @@ class Proxy(threading.Thread):
         elif current is not None:
             self._selector.unregister(source)
 
+    def _is_cut(self, direction: _Direction) -> bool:
+        return direction.life != self._faults.life(direction.link.rank)
+
+    def _is_open(self, direction: _Direction) -> bool:
+        return not self._is_cut(direction) and not self._faults.is_stalled(direction.link.rank)
+
     def _pass_on(self, direction: _Direction) -> None:
+        if not self._is_open(direction):  # since the selector was asked
+            return
         try:
             data = direction.source.recv(_READ_BYTES)
         except BlockingIOError:
@@ -182,7 +237,7 @@ class Proxy(threading.Thread):
             if not message.head:
                 direction.unsent += message.data
                 continue
-            for delay_s, changed in self._faults.judge(direction.rank, message, to_rank=direction.to_rank):
+            for delay_s, changed in self._faults.judge(direction.link.rank, message, to_rank=direction.to_rank):
                 if delay_s:
                     due = time.monotonic() + delay_s
                     heapq.heappush(self._delayed, (due, next(self._numbers), direction, changed))
@@ -193,9 +248,8 @@ class Proxy(threading.Thread):
     def _send_delayed(self) -> None:
         while self._delayed and self._delayed[0][0] <= time.monotonic():
             _, _, direction, data = heapq.heappop(self._delayed)
-            if direction.source in self._directions:
-                direction.unsent += data
-                self._flush(direction)
+            direction.unsent += data
+            self._flush(direction)
 
     def _flush(self, direction: _Direction) -> None:
         try:
@@ -208,9 +262,12 @@ class Proxy(threading.Thread):
         del direction.unsent[:sent]
 
     def _close(self, direction: _Direction) -> None:
+        """Close both directions of a connection."""
         for each in (direction.source, direction.target):
             self._directions.pop(each, None)
             self._by_target.pop(each, None)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(each)
             each.close()
+        self._delayed = [each for each in self._delayed if each[2].source in self._directions]
+        heapq.heapify(self._delayed)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import TimeoutError as StillWaiting  # the built-in one from Python 3.11 on
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from stepcast.runtime.step import StepFuture
 from .census import Census
 from .chaos import SETTINGS
 from .group import FaultyGroup
+from .soak_faults import SoakFaults
 
 #: How long an outcome, or a restart, may take before the soak counts as hung; every limit is far below it.
 _HANG_S = 90.0
@@ -28,7 +29,6 @@ _LEAK_GRACE_S = 5.0
 _PAUSE_S = (0.5, 3.0)
 _SAMPLE_INTERVAL_S = 0.5
 _BATCH = 4
-_STOPPED_S = 0.3
 #: What the last quarter of the samples may have more than the first: descriptors, and memory.
 _DESCRIPTOR_SLACK = 8
 _MEMORY_SLACK_MIB = 16.0
@@ -43,7 +43,10 @@ class SoakReport:
         passed: whether nothing hung, grew or was left, and every step had one outcome.
         seconds, world_size, start_method, seed: what it ran with.
         faults: how often each fault was injected.
-        submitted, answered, failed: steps; each one that was submitted was either answered or failed.
+        submitted, answered, failed: steps; each one that was submitted was either answered, by every rank and with what
+            was asked for, or failed, and once.
+        refused: those of the failed ones that were not taken.
+        errors: how often each error was the outcome of a step.
         restarts: how often the group was restarted.
         descriptors: this process's open descriptors, as medians of the first and the last quarter of the samples.
         memory_mib: its resident memory, likewise.
@@ -60,6 +63,8 @@ class SoakReport:
     submitted: int = 0
     answered: int = 0
     failed: int = 0
+    refused: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     descriptors: tuple[float, float] = (0.0, 0.0)
     memory_mib: tuple[float, float] = (0.0, 0.0)
@@ -82,7 +87,7 @@ def soak(seconds: float, *, world_size: int, start_method: str, seed: int) -> So
     report = SoakReport(seconds=seconds, world_size=world_size, start_method=start_method, seed=seed)
     census = Census()
     config = ExecutorConfig(
-        worker="stepcast.workers.echo:Echo",
+        worker="stepcast.runtime.testing.ledger:Ledger",
         world_size=world_size,
         start_method=start_method,
         backend="mp",
@@ -93,9 +98,13 @@ def soak(seconds: float, *, world_size: int, start_method: str, seed: int) -> So
         restart_wait_s=_HANG_S,
     )
     try:
-        with FaultyGroup(config) as group:
-            _Soak(group, report).run()
+        frames = start_method != "fork"
+        with FaultyGroup(config, frame_faults=frames) as group:
+            run = _Soak(group, report, frames=frames)
+            run.run()
             report.restarts = group.executor.health().restarts
+        if (told := run.outcomes()) != (expected := report.submitted - report.refused):
+            report.problem = f"{expected} futures told their callbacks {told} outcomes"
     except Exception as error:  # noqa: BLE001 - the report tells it
         report.problem = f"{type(error).__name__}: {error}"
     report.leaks = census.leaks(_LEAK_GRACE_S)
@@ -107,80 +116,74 @@ def soak(seconds: float, *, world_size: int, start_method: str, seed: int) -> So
 class _Soak:
     """The loop: submit, disturb, wait for the outcomes."""
 
-    def __init__(self, group: FaultyGroup, report: SoakReport) -> None:
+    def __init__(self, group: FaultyGroup, report: SoakReport, *, frames: bool) -> None:
         self._group = group
         self._report = report
         self._draw = random.Random(report.seed)  # noqa: S311 - to be drawn again
+        self._faults = SoakFaults(group, self._draw, self._submit, frames=frames)
+        self._futures: list[tuple[int, StepFuture]] = []
         self._samples: list[tuple[int, float]] = []
+        self._told = itertools.count()  # callbacks come in any thread
 
     def run(self) -> None:
         deadline = time.monotonic() + self._report.seconds
         next_fault = next_sample = time.monotonic()
         faults: Counter[str] = Counter()
         while (now := time.monotonic()) < deadline:
-            futures = self._submit()
-            if now >= next_fault:
-                name = self._draw.choice(sorted(_FAULTS))
+            for _ in range(_BATCH):
+                self._submit()
+            if now >= next_fault and self._group.executor.health().ok:
+                name = self._draw.choice(self._faults.names)
                 faults[name] += 1
-                # The group may be down just now: then it is no time for a fault.
+                # The group may go down just now.
                 with contextlib.suppress(StepcastError, ProcessLookupError):
-                    _FAULTS[name](self._group, self._draw.randrange(self._report.world_size))
+                    self._faults.inject(name, self._draw.randrange(self._report.world_size))
                 next_fault = time.monotonic() + self._draw.uniform(*_PAUSE_S)
-            self._wait(futures)
+            self._wait()
             # Not while the group is down, and holds less than it does otherwise.
             if now >= next_sample and faults and self._group.executor.health().ok:
                 self._samples.append(_footprint())
                 next_sample = now + _SAMPLE_INTERVAL_S
+        self._faults.heal()
         self._report.faults = dict(faults)
         self._report.descriptors = _ends([float(count) for count, _ in self._samples])
         self._report.memory_mib = _ends([memory for _, memory in self._samples])
 
-    def _submit(self) -> list[tuple[int, StepFuture]]:
-        futures = []
-        for _ in range(_BATCH):
-            number = self._report.submitted
-            self._report.submitted += 1
-            try:
-                futures.append((number, self._group.executor.submit(number, gather=True)))
-            except StepcastError:
-                self._report.failed += 1
-        return futures
+    def outcomes(self) -> int:
+        """How many outcomes futures have told their callbacks; asked once, at the end."""
+        return next(self._told)
 
-    def _wait(self, futures: list[tuple[int, StepFuture]]) -> None:
+    def _submit(self, timeout_s: float | None = None) -> StepFuture | None:
+        number = self._report.submitted
+        self._report.submitted += 1
+        try:
+            future = self._group.executor.submit(number, gather=True, timeout_s=timeout_s)
+        except StepcastError as error:
+            self._failed(error)
+            self._report.refused += 1
+            return None
+        self._futures.append((number, future))
+        future.add_done_callback(lambda _: next(self._told))
+        return future
+
+    def _wait(self) -> None:
+        futures, self._futures = self._futures, []
         for number, future in futures:
             try:
                 error = future.exception(_HANG_S)
             except StillWaiting:
                 raise RuntimeError(f"step {number} had no outcome after {_HANG_S:g} s") from None
             if error is not None:
-                self._report.failed += 1
+                self._failed(error)
             elif future.result() == [number] * self._report.world_size:
                 self._report.answered += 1
             else:
                 raise RuntimeError(f"step {number} was answered {future.result()!r}")
 
-
-def _stop_and_resume(group: FaultyGroup, rank: int) -> None:
-    group.stop(rank)
-    time.sleep(_STOPPED_S)
-    group.resume(rank)
-
-
-def _kill_all(group: FaultyGroup, _rank: int) -> None:
-    for rank in range(group.config.world_size):
-        group.kill(rank)
-
-
-def _in_step(fault: str, seconds: float = 0.2) -> Callable[[FaultyGroup, int], None]:
-    return lambda group, rank: group.in_next_step(rank, fault, seconds)
-
-
-_FAULTS: dict[str, Callable[[FaultyGroup, int], None]] = {
-    "kill": lambda group, rank: group.kill(rank),
-    "kill-all": _kill_all,
-    "stop-and-resume": _stop_and_resume,
-    **{name: _in_step(name) for name in ("raise", "exit", "os_exit", "segfault", "sleep", "hold_gil", "answer")},
-}
+    def _failed(self, error: BaseException) -> None:
+        name = type(error).__name__
+        self._report.failed += 1
+        self._report.errors[name] = self._report.errors.get(name, 0) + 1
 
 
 def _footprint() -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import os
@@ -9,7 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from stepcast.workers.base import RankInfo, Worker
 from stepcast.workers.loading import load_worker_class
@@ -19,6 +21,8 @@ WRAPPED, IN_SETUP = "stepcast.testing.worker", "stepcast.testing.setup"
 #: What holds the GIL lets go of it this often: a signal, such as SIGTERM, is noticed then.
 _GIL_SLICE_S = 0.05
 _FOREVER_S = 3600.0
+#: Python computes this power for some 10 ms, in C code.
+_EXPONENT = 200_000
 
 
 class FaultyWorker(Worker):
@@ -32,6 +36,7 @@ class FaultyWorker(Worker):
         self._orders: list[tuple[str, float]] = []
         self._linger_s = 0.0
         self._wrapped = load_worker_class(name, own_process=True)()
+        type(self).idle = self._wrapped.idle
         fault = in_setup.get(rank.rank)
         if fault is not None:
             _ACTIONS[fault](_FOREVER_S)
@@ -47,6 +52,22 @@ class FaultyWorker(Worker):
         """
         if rank == self._rank:
             self._orders.append((fault, seconds))
+
+    def say(self, word: Any) -> list[Any]:
+        """Answer a call with this rank and what the call said.
+
+        Args:
+            word: anything that can be sent.
+        """
+        return [self._rank, word]
+
+    def note_at_exit(self, directory: str) -> None:
+        """Leave a file, named for this rank, when the interpreter exits.
+
+        Args:
+            directory: where.
+        """
+        atexit.register(Path(directory, f"exited-{self._rank}").touch)
 
     def execute(self, step: Any) -> Any:
         """Run the wrapped worker's step, after the fault that was ordered for it."""
@@ -101,6 +122,12 @@ class Collective(Worker):
         destroy_process_group()
 
 
+class ParkedCollective(Collective):
+    """The same; ranks that have nothing to do wait inside a broadcast."""
+
+    idle: ClassVar[str] = "collective"
+
+
 class InjectedFaultError(RuntimeError):
     """What a rank raises that was told to."""
 
@@ -124,6 +151,29 @@ def hold_gil(seconds: float) -> None:
             usleep(int(min(_GIL_SLICE_S, left_s) * 1e6))
     finally:
         sys.setswitchinterval(switch_interval_s)
+
+
+def compute_in_gil(seconds: float) -> None:
+    """Compute, without letting other Python threads run.
+
+    Args:
+        seconds: how long.
+    """
+    deadline = time.monotonic() + seconds
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(seconds + 1.0)
+    try:
+        while time.monotonic() < deadline:
+            pow(3, _EXPONENT)
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+
+
+def _extra_collective(_: float) -> None:
+    import torch  # noqa: PLC0415 - for this one alone
+    import torch.distributed as dist  # noqa: PLC0415
+
+    dist.all_reduce(torch.zeros(1))
 
 
 def _raise(_: float) -> None:
@@ -165,6 +215,8 @@ _ACTIONS: Mapping[str, Callable[[float], object]] = {
     "sleep": time.sleep,
     "sleep_ignoring_sigterm": _sleep_ignoring_sigterm,
     "hold_gil": hold_gil,
+    "compute_in_gil": compute_in_gil,
+    "extra_collective": _extra_collective,
 }
 #: What can be ordered for a step.
 STEP_FAULTS = frozenset({*_ACTIONS, "answer", "teardown"})

@@ -10,8 +10,20 @@ import time
 import pytest
 import zmq
 
-from stepcast.bus.frames import HEADER_BYTES, REPLY_CLASS, TIMES_BYTES, Flag, Kind, Times, Wire, pack_times, parse_times
+from stepcast.bus.frames import (
+    HEADER_BYTES,
+    NO_TIMES,
+    REPLY_CLASS,
+    TIMES_BYTES,
+    Flag,
+    Kind,
+    Times,
+    Wire,
+    pack_times,
+    parse_times,
+)
 from stepcast.bus.replies import ReplyReader, ReplySender
+from stepcast.bus.zmtp import LinkLost
 from tests.bus.rig import EPOCH, LIMIT_MS, LIMIT_S, RUN_ID, WIRE, Rig, read
 from tests.harness import wait_until
 
@@ -234,7 +246,7 @@ def test_receiving_waits_for_a_reply(rig: Rig) -> None:
 
 def answer(sender: ReplySender, sequence: int, *frames: bytes) -> None:
     """Send a RESULT."""
-    sender.send(Kind.RESULT, sequence, sequence, frames, times=(0, 0, 0, 0, 0, 0))
+    sender.send(Kind.RESULT, sequence, sequence, frames, times=NO_TIMES)
 
 
 def test_answers_that_belong_together_are_received_together(rig: Rig) -> None:
@@ -251,7 +263,7 @@ def test_whatever_is_not_a_plain_answer_is_not_held_up(rig: Rig) -> None:
     """A failure, a message of another kind and an answer with buffers end the wait for further answers."""
     reader, sender = rig.reader(), rig.sender()
     answer(sender, 1)
-    sender.send(Kind.FAILURE, 2, 2, (b"why",), times=(0, 0, 0, 0, 0, 0))
+    sender.send(Kind.FAILURE, 2, 2, (b"why",), times=NO_TIMES)
     answer(sender, 3)
     sender.send(Kind.ALIVE, 4)
     answer(sender, 5, b"payload", b"buffer")
@@ -394,7 +406,7 @@ def test_a_reply_that_finds_no_driver_any_more_says_so(rig: Rig) -> None:
     link = rig.link("link", to="replies")
     sender = rig.sender(endpoint=link.endpoint, reconnect_timeout_s=0.1)
     link.cut()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(LinkLost, match=r"did not come back within 0\.1 s"):
         sender.send(Kind.BYE)
 
 

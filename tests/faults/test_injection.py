@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,15 @@ from stepcast import Closed, ConfigError, ExecutorConfig, ProtocolError, Startup
 from stepcast.bus.frames import Kind
 from stepcast.runtime.testing.frames import FrameFaults, MessageReader
 from stepcast.testing import FaultyGroup
+from stepcast.workers.responder import EXIT_LINK_LOST
 from tests.harness import wait_until
 
 ECHO = "stepcast.workers.echo:Echo"
 
 
 def config(**settings: Any) -> ExecutorConfig:
-    settings = {"heartbeat_interval_s": 0.1, "startup_timeout_s": 60.0, "kill_timeout_s": 5.0, **settings}
-    return ExecutorConfig(worker=ECHO, world_size=2, **settings)
+    limits = {"heartbeat_interval_s": 0.1, "startup_timeout_s": 60.0, "kill_timeout_s": 5.0}
+    return ExecutorConfig(**{"worker": ECHO, "world_size": 2, **limits, **settings})
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -44,7 +46,7 @@ def test_a_link_that_is_cut_or_stalled_goes_on_when_it_is_healed() -> None:
     """No step comes through meanwhile; then all of them do."""
     with FaultyGroup(config(), frame_faults=True) as group:
         health = group.executor.health
-        for disturb in (group.frames.cut, group.frames.stall):
+        for disturb in (group.frames.cut, group.frames.blackhole, group.frames.stall):
             disturb(1)
             future = group.executor.submit("through", gather=True)
             wait_until(lambda: health().ranks[0].queue_depth == 0)
@@ -54,12 +56,72 @@ def test_a_link_that_is_cut_or_stalled_goes_on_when_it_is_healed() -> None:
             assert future.result(30) == ["through"] * 2
 
 
-def test_an_answer_that_is_lost_ends_the_group() -> None:
-    """It can't be replayed: the error says whose answer it was."""
+def test_an_answer_that_finds_its_link_cut_waits_until_it_is_healed() -> None:
+    """The rank's connections have closed, and it tries again."""
+    with FaultyGroup(config(), frame_faults=True) as group:
+        group.in_next_step(1, "sleep", 0.3)
+        future = group.executor.submit("late", gather=True)
+        wait_until(lambda: group.executor.health().ranks[0].queue_depth == 0)
+        group.frames.cut(1)
+        connections = len(group.frames.happened)
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            future.result(0.6)
+        assert not future.done()
+        group.frames.heal(1)
+        assert future.result(30) == ["late"] * 2
+        assert connections == group.frames.happened["cut"] == 1
+
+
+def test_a_rank_whose_link_stays_cut_ends_and_says_so() -> None:
+    """It is lost, as one that dies."""
+    worker = f"{Path(__file__).parent / 'victims.py'}:Impatient"
+    with FaultyGroup(config(worker=worker), frame_faults=True) as group:
+        group.frames.cut(1)
+        with pytest.raises(WorkerLost, match="its connection to the driver has ended, and did not") as caught:
+            group.executor.step("a step", gather=True)
+        assert (caught.value.rank, caught.value.exit_code) == (1, EXIT_LINK_LOST)
+
+
+@pytest.mark.parametrize("kind", [Kind.STEP, Kind.STOP])
+def test_what_is_lost_at_the_end_is_replayed(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """A step under way is finished, and a rank that misses its STOP is not killed for it."""
+    with FaultyGroup(config(), frame_faults=True) as group:
+        group.frames.drop(1, kind)
+        future = group.executor.submit("the last", gather=True)
+        group.executor.shutdown()
+        assert future.result(0) == ["the last"] * 2
+        assert group.frames.happened == {"drop": 1}
+    assert "sending SIGTERM" not in caplog.text
+
+
+def test_a_restart_leaves_nothing_in_the_proxy() -> None:
+    """Neither what the epoch before has listened on, nor a connection that is stalled, nor a message that is late."""
+    settings = {"restart": "on_failure", "max_restarts": 9, "restart_backoff_s": 0.001}
+    with FaultyGroup(config(**settings), frame_faults=True) as group:
+        held = []
+        for epoch in range(1, 4):
+            assert group.executor.step(epoch, gather=True) == [epoch] * 2
+            held.append(len(list(Path("/proc/self/fd").iterdir())))
+            group.frames.delay(0, 3600.0)
+            future = group.executor.submit("overtaken", gather=True)
+            group.frames.stall(1)
+            group.kill(1)
+            with pytest.raises(WorkerLost):
+                future.result(30)
+            group.frames.heal(0)
+            group.frames.heal(1)
+        assert held[1] == held[2]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_answer_that_is_lost_ends_the_group(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't be replayed, be it the last one or one that others follow: the error says whose it was."""
+    monkeypatch.setattr("stepcast.runtime.inbox._ANSWER_GRACE_S", 0.3)
     with FaultyGroup(config(), frame_faults=True) as group:
         group.frames.drop(1, Kind.RESULT)
+        futures = [group.executor.submit("a step", gather=True) for _ in range(count)]
         with pytest.raises(ProtocolError, match="an answer of rank 1 was lost"):
-            group.executor.step("a step", gather=True)
+            futures[-1].result(30)
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
@@ -149,3 +211,14 @@ def test_faults_wait_for_their_kind_of_message_and_their_rank() -> None:
     assert faults.judge(1, messages[0], to_rank=True) == []
     assert faults.judge(1, messages[1], to_rank=True) == [(0.0, messages[1].data)]
     assert faults.happened == {"drop": 1}
+
+
+def test_a_cut_is_seen_however_soon_it_is_healed() -> None:
+    """What was connected before belongs to another life of the link."""
+    faults = FrameFaults()
+    before = faults.life(1)
+    faults.cut(1)
+    assert faults.life(1) is None
+    faults.heal(1)
+    assert faults.life(1) not in (None, before)
+    assert faults.life(0) == before

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from stepcast import AsyncExecutor, Closed, Executor, ExecutorConfig, StepcastError, WorkerLost
+from stepcast import (
+    AsyncExecutor,
+    Closed,
+    Executor,
+    ExecutorConfig,
+    StartupError,
+    StepcastError,
+    StepFailed,
+    StepTimeout,
+    WorkerLost,
+)
 from tests.faults.rig import SETTINGS
 from tests.harness import process_has_ended, wait_until
 
@@ -36,6 +47,19 @@ def kill(executor: Executor | AsyncExecutor, rank: int = 1) -> tuple[int, ...]:
     pids = executor.worker_pids
     os.kill(pids[rank], signal.SIGKILL)
     return pids
+
+
+def only_once(directory: Path) -> str:
+    """A worker whose group comes up in its first epoch only."""
+    script = directory / "once.py"
+    script.write_text(
+        "from stepcast import Worker\n"
+        "class Once(Worker):\n"
+        "    def setup(self, rank):\n"
+        "        if rank.epoch > 1: raise OSError('no second time')\n"
+        "    def execute(self, step): return step\n"
+    )
+    return f"{script}:Once"
 
 
 def wait_for_failure(executor: Executor) -> None:
@@ -107,27 +131,28 @@ def test_past_the_number_of_restarts_the_executor_is_done_for() -> None:
             wait_for_epoch(executor, epoch)
         kill(executor)
         wait_for_failure(executor)
-        with pytest.raises(Closed, match=r"for good, after 2 restarts \(max_restarts=2\); .*was killed by SIGKILL"):
+        with pytest.raises(Closed, match=r"for good, after 2 restarts \(max_restarts=2\)\. .*was killed by SIGKILL"):
             executor.step("no more")
         assert executor.health().state == "failed"
     assert len(failures) == 3
 
 
 def test_a_new_group_that_does_not_come_up_counts_as_a_failure(tmp_path: Path) -> None:
-    script = tmp_path / "once.py"
-    script.write_text(
-        "import os, pathlib\n"
-        "from stepcast import Worker\n"
-        "class Once(Worker):\n"
-        "    def setup(self, rank):\n"
-        "        if rank.epoch > 1: raise OSError('no second time')\n"
-        "    def execute(self, step): return step\n"
-    )
-    with Executor(config(f"{script}:Once", max_restarts=2)) as executor:
+    """The error, and health, tell of the start that failed last; nothing is retryable any more."""
+    failures: list[StepcastError] = []
+    with Executor(config(only_once(tmp_path), max_restarts=2), on_failure=failures.append) as executor:
         kill(executor)
         wait_for_failure(executor)
-        with pytest.raises(Closed, match="no second time"):
+        with pytest.raises(Closed, match=r"for good, after 0 restarts.*no second time") as caught:
             executor.step("never")
+        assert not caught.value.retryable
+        assert "no second time" in str(executor.health().failure)
+    assert [type(error) for error in failures] == [WorkerLost, StartupError, StartupError]
+    assert [error.retryable for error in failures] == [True, True, False]
+    lost, first, second = map(str, failures)
+    assert lost.endswith("the group is being restarted")
+    assert first.endswith("The group is being restarted")
+    assert second.endswith("The group has ended; start a new executor")
 
 
 def test_a_submission_waits_for_no_longer_than_its_limit() -> None:
@@ -232,17 +257,157 @@ def test_a_submission_that_waits_for_room_waits_for_the_new_group() -> None:
         assert executor.health().epoch == 2
 
 
-def test_failed_starts_in_a_row_are_counted_past_the_window(tmp_path: Path) -> None:
-    script = tmp_path / "once.py"
-    script.write_text(
-        "from stepcast import Worker\n"
-        "class Once(Worker):\n"
-        "    def setup(self, rank):\n"
-        "        if rank.epoch > 1: raise OSError('no second time')\n"
-        "    def execute(self, step): return step\n"
-    )
-    with Executor(config(f"{script}:Once", max_restarts=1, restart_window_s=0.001)) as executor:
+def test_a_submission_waits_for_no_longer_than_its_own_limit() -> None:
+    with Executor(config(restart_backoff_s=600.0, restart_window_s=3600.0)) as executor:
         kill(executor)
         wait_for_failure(executor)
-        with pytest.raises(Closed, match="no second time"):
-            executor.step("never")
+        for submit in (executor.step, executor.submit):
+            with pytest.raises(StepTimeout, match=r"was not ready within timeout_s=0\.05 s") as caught:
+                submit("too early", timeout_s=0.05)
+            assert caught.value.retryable
+            assert (caught.value.knob, caught.value.limit_s) == ("timeout_s", 0.05)
+            assert isinstance(caught.value.__cause__, WorkerLost)
+    with pytest.raises(Closed, match="it is stopped") as closed:
+        executor.step("too late")
+    assert isinstance(closed.value.__cause__, WorkerLost)
+
+
+def test_a_callback_may_run_a_step_on_the_new_group() -> None:
+    answers: list[Any] = []
+    with Executor(config(), on_failure=lambda _: answers.append(executor.step("told"))) as executor:
+        for epoch in (2, 3):
+            kill(executor)
+            wait_for_epoch(executor, epoch)
+            wait_until(lambda epoch=epoch: len(answers) == epoch - 1)  # type: ignore[misc]
+    assert answers == ["told", "told"]
+
+
+def test_callbacks_hold_up_no_restart_and_are_called_in_order() -> None:
+    told: list[StepcastError] = []
+    go_on = threading.Event()
+
+    def block(error: StepcastError) -> None:
+        go_on.wait(LIMIT_S)
+        told.append(error)
+        raise RuntimeError("is logged")
+
+    with Executor(config(), on_failure=block) as executor:
+        for epoch in (2, 3):
+            pids = kill(executor)
+            wait_for_epoch(executor, epoch)
+            assert all(map(process_has_ended, pids))
+        assert not told
+        go_on.set()
+    assert [type(error) for error in told] == [WorkerLost] * 2
+    assert told[0] is not told[1]
+
+
+def test_a_callback_may_shut_the_executor_down() -> None:
+    ended = threading.Event()
+
+    def end(_error: StepcastError) -> None:
+        executor.shutdown()
+        ended.set()
+
+    executor = Executor(config(), on_failure=end)
+    kill(executor)
+    assert ended.wait(LIMIT_S)
+    assert executor.state.value in ("failed", "stopped")
+
+
+def test_nothing_is_undone_on_a_group_that_was_set_up_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "undo.py"
+    script.write_text(
+        "from stepcast import Worker\n"
+        "class Undo(Worker):\n"
+        "    def setup(self, rank): self.rank, self.undone = rank.rank, 0\n"
+        "    def fail(self):\n"
+        "        if self.rank: raise ValueError('no')\n"
+        "    def undo(self): self.undone += 1\n"
+        "    def count(self): return self.undone\n"
+    )
+    with Executor(config(f"{script}:Undo")) as executor:
+        with pytest.raises(StepFailed, match="no"):
+            executor.call("fail", undo="undo")
+        assert executor.call("count") == [1, 0]
+        group: Any = executor._group
+        undo = group.undo
+
+        def undo_late(step: int, request: Any) -> Any:
+            kill(executor)
+            wait_for_epoch(executor, 2)
+            return undo(step, request)
+
+        monkeypatch.setattr(group, "undo", undo_late)
+        with pytest.raises(StepFailed, match="Undo was not called: the group was restarted since"):
+            executor.call("fail", undo="undo")
+        assert executor.call("count") == [0, 0]
+
+
+def test_awaits_under_way_fail_as_retryable_and_later_ones_go_on() -> None:
+    async def until(condition: Callable[[], bool]) -> None:
+        await asyncio.to_thread(wait_until, condition)
+
+    async def main() -> None:
+        async with AsyncExecutor(config()) as executor:
+            sleeping = asyncio.ensure_future(executor.call("sleep", LIMIT_S))
+            await until(lambda: {rank.phase for rank in executor.health().ranks} == {"call"})
+            behind = [asyncio.ensure_future(executor.step(number)) for number in range(12)]  # more than the window
+            await until(lambda: executor.health().in_flight == 8)
+            kill(executor)
+            errors = await asyncio.gather(sleeping, *behind[:7], return_exceptions=True)
+            assert [type(error) for error in errors] == [WorkerLost] * 8
+            assert all(error.retryable for error in errors if isinstance(error, WorkerLost))
+            assert await asyncio.gather(*behind[7:]) == list(range(7, 12))
+            assert await executor.step("later") == "later"
+            assert executor.health().epoch == 2
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+@pytest.mark.parametrize("kind", [StepTimeout, StepFailed])
+def test_a_step_that_ends_the_group_has_it_restarted(kind: type[StepcastError], tmp_path: Path) -> None:
+    """Past its limit, or where one rank raises and its peer never answers."""
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import time\n"
+        "from stepcast import Worker\n"
+        "class Stuck(Worker):\n"
+        "    def setup(self, rank): self.rank = rank.rank\n"
+        "    def execute(self, step):\n"
+        "        if step == 'raise' and self.rank: raise ValueError('no')\n"
+        "        if step in ('raise', 'hang'): time.sleep(600)\n"
+        "        return step\n"
+    )
+    limits = {"step_timeout_s": 0.5} if kind is StepTimeout else {"failure_grace_s": 0.2}
+    with Executor(config(f"{script}:Stuck", **limits)) as executor:
+        with pytest.raises(kind, match=r"[Tt]he group is being restarted") as caught:
+            executor.step("hang" if kind is StepTimeout else "raise")
+        assert caught.value.retryable
+        assert executor.step("after") == "after"
+        assert executor.health().restarts == 1
+
+
+def test_ctrl_c_ends_the_wait_for_a_restart() -> None:
+    """At once, and the shutdown after it leaves nothing."""
+    program = """
+import os, signal, threading, time
+from stepcast import Executor, ExecutorConfig
+settings = {"world_size": 2, "restart": "on_failure", "restart_backoff_s": 600.0}
+config = ExecutorConfig(worker="stepcast.workers.echo:Echo", **settings)
+with Executor(config) as executor:
+    pids = executor.worker_pids
+    os.kill(pids[0], signal.SIGKILL)
+    while executor.state.value != "starting": time.sleep(0.01)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        executor.step("waits")
+    except KeyboardInterrupt:
+        print("interrupted", *pids, flush=True)
+print(threading.active_count(), flush=True)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    line, threads = run.stdout.splitlines()
+    word, *pids = line.split()
+    assert (word, threads) == ("interrupted", "1")
+    assert all(process_has_ended(int(pid)) for pid in pids)

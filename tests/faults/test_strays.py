@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from stepcast import Executor
-from stepcast.bus.frames import MAGIC, VERSION, Kind, Wire, pack_times
+from stepcast.bus.frames import MAGIC, NO_TIMES, VERSION, Kind, Wire, pack_times
 from tests.faults.rig import Stage, run_directories
 from tests.harness import wait_until
 
@@ -151,7 +151,7 @@ def test_answers_of_other_runs_take_no_frames_from_the_ranks_answers(
     executor: Executor, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """They look like the answers that are waited for, and come between them."""
-    answer = Wire(bytes(16), 1).pack(Kind.RESULT, 1, 1, 0) + pack_times((0, 0, 0, 0, 0, 0))
+    answer = Wire(bytes(16), 1).pack(Kind.RESULT, 1, 1, 0) + pack_times(NO_TIMES)
     array = np.arange(100)
     with context.socket(zmq.PUSH) as stray:
         stray.connect(f"ipc://{path_of('replies')}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcast import RankInfo, Worker
+from stepcast.bus import subscriber
 
 sys.path.append(str(Path(__file__).parent))  # loaded by its path: its folder is not known yet
 import signs
@@ -53,6 +54,16 @@ class Victim(Worker):
             signs.block()
             os._exit(0)
         return pid
+
+
+class Impatient(Worker):
+    """Does not wait for a connection that has ended as long as others do."""
+
+    def setup(self, rank: RankInfo) -> None:
+        subscriber.RECONNECT_TIMEOUT_S = 0.2
+
+    def execute(self, step: Any) -> Any:
+        return step
 
 
 class Torch(Victim):

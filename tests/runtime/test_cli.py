@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from stepcast.bus.errors import ConfigError, StartupError
 from stepcast.bus.frames import Times
+from stepcast.runtime.cli.app import load_watching
 from stepcast.runtime.cli.display import Columns, Sections, Stream, choose_display, progress
 from stepcast.runtime.cli.errors import Outcome
 from stepcast.runtime.cli.figures import Percentiles, StepClock, percentiles
@@ -383,3 +385,21 @@ def test_the_module_runs_as_the_command_does() -> None:
     assert COMMAND[1:] == ("-m", "stepcast")
     done = stepcast(**STRICT)
     assert "Usage: stepcast" in done.stdout + done.stderr
+
+
+def test_ranks_end_with_who_has_started_the_command_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("watch_parent = false\n")
+    given: dict[str, Any] = {"worker": "m:C", "world_size": 2}
+    assert load_watching(None, given).watch_parent
+    assert not load_watching(file, given).watch_parent
+    assert not load_watching(None, {"worker": "m:C"}).watch_parent  # "uni" has no ranks that could be left
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert not load_watching(None, given).watch_parent
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    monkeypatch.setenv("STEPCAST_WATCH_PARENT", "0")
+    assert not load_watching(None, given).watch_parent

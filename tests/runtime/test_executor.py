@@ -430,6 +430,23 @@ def test_a_call_is_undone_where_it_worked_if_it_failed_somewhere(groups: dict[in
     assert executor.call("take_history") == [[["add", 9]]] * 3
 
 
+def test_a_call_that_fails_for_an_earlier_step_is_undone_where_it_was_made(pair: Executor, new_gate: Any) -> None:
+    """On every rank where the failure came after it was published, and on none where it was not."""
+    for published in (True, False):
+        gate = new_gate()
+        assert pair.step({"ranks": [1], "gate": str(gate), "raise": "too late"}) is None
+        if not published:
+            gate.open()
+            wait_until(lambda: pair.state is GroupState.DEGRADED)
+        call = in_thread(lambda: pair.call("add", 7, fail_on=[], undo="remove"))
+        if published:
+            wait_until(lambda: pair.health().in_flight == 2)
+            gate.open()
+        with pytest.raises(StepFailed, match="too late"):
+            call.result(LIMIT_S)
+        assert pair.call("take_history") == [[["add", 7], ["remove", 7]] if published else []] * 2
+
+
 def test_a_late_answer_is_not_the_next_calls(pair: Executor, gate: Any) -> None:
     """A call past its own limit fails; the group lives on, and each later call gets its own answer."""
     late = pair.health().dropped["late"]
@@ -647,6 +664,40 @@ def test_who_waits_is_answered_while_the_monitor_is_in_a_callback(pair: Executor
         assert futures[-1].result(LIMIT_S) == 0
     finally:
         leave.set()
+
+
+@pytest.mark.timeout(90)
+def test_threads_that_submit_wait_give_up_and_abort_all_end(pair: Executor) -> None:
+    """Whoever reads for whom: every future has one outcome, and the right one."""
+    told: list[int] = []
+
+    def use_the_group(seed: int) -> int:
+        draw = Random(seed)
+        futures: list[tuple[int, StepFuture]] = []
+        for number in range(120):
+            value = 1000 * seed + number
+            future = pair.submit(value)
+            future.add_done_callback(lambda future: told.append(future.step))
+            futures.append((value, future))
+            if draw.random() < 0.2:
+                future.add_done_callback(lambda _: pair.step("in a callback"))
+            if draw.random() < 0.2:
+                future.cancel()
+            elif draw.random() < 0.5:
+                with suppress(StillWaiting, StepAborted):
+                    future.result(draw.choice([0, 0.0001, 0.001]))
+            elif draw.random() < 0.5:
+                assert pair.step(value) == value
+        for value, future in futures:
+            error = future.exception(LIMIT_S)
+            assert isinstance(error, StepAborted) or future.result(0) == value
+        return len(futures)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(use_the_group, range(1, 5), timeout=2 * LIMIT_S)) == [120] * 4
+    wait_until(lambda: len(told) == 480, LIMIT_S)
+    assert len(set(told)) == 480
+    assert not pair._group._group.pump._turns
 
 
 @pytest.mark.timeout(45)
@@ -911,13 +962,12 @@ def test_a_group_that_has_failed_says_why(gate: Any) -> None:
     error = future.exception(LIMIT_S)
     assert isinstance(error, WorkerLost)
     assert (error.rank, error.pid, error.exit_code, error.phase) == (1, executor.worker_pids[1], -9, "step")
-    assert error.retryable
+    assert not error.retryable  # this executor is done for
     assert waiting.result(LIMIT_S) is error
     wait_until(lambda: told)
+    words = r"the group has failed\. The failure: rank 1 .*SIGKILL.*: the group has ended; start a new executor$"
     for submit in (executor.step, executor.submit, executor.try_submit, executor.call):
-        with pytest.raises(
-            Closed, match=r"the group has failed; start a new executor. The failure: rank 1 .*SIGKILL"
-        ) as (caught):
+        with pytest.raises(Closed, match=words) as caught:
             submit("whoami")
         assert caught.value.__cause__ is error
     health = executor.health()

@@ -274,6 +274,18 @@ def test_a_failure_after_the_answer_fails_the_next_step() -> None:
     assert third.future.result() == [0, 30]
 
 
+def test_a_hole_in_a_ranks_answers_shows() -> None:
+    """Answers come in order: one that others have overtaken was lost."""
+    table = Table(2)
+    first, second = table.submit(), table.submit()
+    assert [table.pending.answered_by(rank, 0) for rank in (0, 1)] == [0, 0]
+    table.answer(1, second)
+    assert table.pending.answered_by(1, second.sequence) == 0
+    table.answer(1, first)
+    assert table.pending.answered_by(1, second.sequence) == second.sequence
+    assert table.pending.answered_by(0, 0) == 0
+
+
 def test_a_carried_failure_can_be_taken_by_the_next_submission() -> None:
     """Where no step is under way, the next one is refused with it; once."""
     table = Table(2)
@@ -385,7 +397,7 @@ def test_the_groups_limit_ends_the_group() -> None:
     assert isinstance(error, StepTimeout)
     assert (error.knob, error.limit_s, error.phases) == ("step_timeout_s", HARD_LIMIT_S, {0: "idle", 1: "step"})
     assert "no answer from rank 1 (step) after 8 s" in str(error)
-    assert "the group ends" in str(error)
+    assert "the stacks of all ranks are in the log" in str(error)
 
 
 def test_an_aborted_step_fails_at_once_and_its_answers_are_dropped() -> None:

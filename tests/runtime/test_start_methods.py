@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepcast import Executor, ExecutorConfig
+from stepcast.runtime.launch.mp import _main_module_left_out
 from tests.harness import ROOT
 
 WORKERS = Path(__file__).with_name("workers_for_tests.py")
@@ -327,3 +330,22 @@ def test_the_checkout_is_what_is_tested() -> None:
     import stepcast.runtime  # noqa: PLC0415 - only here
 
     assert Path(stepcast.runtime.__file__).parent == ROOT / "runtime"
+
+
+def test_a_fork_server_hides_the_main_module_from_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two may start groups at once, while a third uses multiprocessing itself."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", "/a/script.py", raising=False)
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def keys() -> set[str]:
+        return {key for key in multiprocessing.spawn.get_preparation_data("a name") if key.startswith("init_main")}
+
+    with ThreadPoolExecutor(1) as pool:
+        with _main_module_left_out("forkserver"):
+            assert keys() == set()
+            assert pool.submit(keys).result(10.0) == {"init_main_from_path"}
+            assert main.__file__ == "/a/script.py"
+        assert keys() == {"init_main_from_path"}
+    assert multiprocessing.spawn.get_preparation_data is prepare
