@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -25,6 +26,15 @@ class Summing(Worker):
 
     def teardown(self) -> None:
         destroy_process_group()
+
+
+class DiesInTeardown(Summing):
+    """Its last rank is gone when the others leave the process group."""
+
+    def teardown(self) -> None:
+        if self.rank.rank == self.rank.world_size - 1:
+            os._exit(5)
+        super().teardown()
 
 
 class Careless(Summing):

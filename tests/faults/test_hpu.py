@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stepcast import Executor, ExecutorConfig
+from stepcast.bus.errors import WorkerLost
 from stepcast.runtime import platforms
 from stepcast.runtime.platforms import Host
 from tests.faults.rig import SETTINGS
@@ -90,6 +91,16 @@ def test_a_rank_that_ends_alone_waits_for_nobody(cards: Path) -> None:
         failure = wait_until(lambda: executor.health().failure, LIMIT_S)
     assert re.search(r"rank 1 .*exited with code 143", failure)
     assert not [rank for rank in range(2) if "leaving" in notes(cards, rank)]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_rank_that_waits_for_a_dead_one_to_leave_is_ended(cards: Path, method: str) -> None:
+    """HCCL has no limit for it; the driver knows of the death at once, and ends the others."""
+    executor = Executor(config(cards, "DiesInTeardown", start_method=method))
+    executor.step(1.0, gather=True)
+    with pytest.raises(WorkerLost, match=r"rank 1 .*exited with code 5"):
+        executor.shutdown()
+    assert "left" not in notes(cards, 0)
 
 
 @contextmanager

@@ -12,10 +12,84 @@ pytest.importorskip("torch")
 
 import torch
 
-from stepcast.bus.errors import ConfigError
+from stepcast import ConfigError, Executor, ExecutorConfig
 from stepcast.workers import process_group
 from stepcast.workers.base import RankInfo
 from stepcast.workers.devices import Memory, open_device
+
+#: A package with a kind of device of its own, whose devices are processors.
+PACKAGE = {
+    "acme-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1\n",
+    "acme-1.dist-info/entry_points.txt": "[stepcast.platforms]\nnpu = acme_kind:NPU\n",
+    "acme_kind.py": """
+from stepcast.runtime.platforms import DeviceKind, Platform, Ruling
+
+class NPU(DeviceKind):
+    name = "npu"
+    device_class = "acme_device:NPU"
+
+    def detect(self, host):
+        return Platform(name="npu", devices=["/dev/npu0", "/dev/npu1"])
+
+    def count(self, platform):
+        return len(platform.devices)
+
+    def device(self, local_rank):
+        return "cpu:0"
+
+    def environment(self):
+        return {"ACME_MODE": "fast"}
+
+    def start_method(self, method, modules):
+        return Ruling(refused=None if method == "spawn" else "it is ours to say")
+""",
+    "acme_device.py": """
+import os
+import torch.distributed as dist
+from stepcast.workers.devices.cpu import CPU
+
+class NPU(CPU):
+    def bind(self):
+        os.environ["ACME_BOUND"] = str(self.rank.local_rank)
+
+    def join(self):
+        dist.init_process_group("gloo", **self.meeting())
+        self.warm_up()
+""",
+    "acme_worker.py": """
+import os
+BOUND = os.environ.get("ACME_BOUND")
+import torch.distributed as dist
+from stepcast import Worker
+from stepcast.workers.process_group import destroy_process_group, init_process_group
+
+class Telling(Worker):
+    def setup(self, rank):
+        self.device = init_process_group(rank)
+
+    def execute(self, step):
+        return [BOUND, os.environ["ACME_MODE"], type(self.device).__name__, dist.get_backend()]
+
+    def teardown(self):
+        destroy_process_group()
+""",
+}
+
+
+def test_a_group_runs_on_a_kind_of_device_that_another_package_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by its entry point; each rank has its environment, and is bound before the worker's module is imported."""
+    for name, text in PACKAGE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = ExecutorConfig(worker="acme_worker:Telling", backend="mp", world_size=2, device="npu")
+    with Executor(config) as executor:
+        told = executor.step(None, gather=True)
+    assert told == [[str(rank), "fast", "NPU", "gloo"] for rank in range(2)]
+    with pytest.raises(ConfigError, match="it is ours to say"):
+        Executor(config.replace(start_method="fork"))
 
 
 def rank_info(device: str, kind: str, **changes: Any) -> RankInfo:
