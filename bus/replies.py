@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence, Sized
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from .frames import (
     pack_times,
 )
 from .sockets import HEAD_ROOM_BYTES, receive_buffers
-from .zmtp import ZmtpSocket
+from .zmtp import LinkLost, ZmtpSocket
 
 _WAKE_ENDPOINT = "inproc://wake"
 
@@ -273,13 +274,16 @@ class ReplySender:
             self._send_again(parts, buffers)
 
     def _send_again(self, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | memoryview]) -> None:
+        deadline = time.monotonic() + self._reconnect_timeout_s
         while True:
-            self._socket.reconnect(self._reconnect_timeout_s)
+            self._socket.reconnect(max(0.0, deadline - time.monotonic()))
             try:
                 self._socket.send(parts, buffers)
-            except ConnectionError:  # it has come back, and ended again
-                continue
-            return
+            except ConnectionError as error:  # it has come back, and ended again
+                if time.monotonic() >= deadline:
+                    raise LinkLost(f"the connection to the driver ends again and again: {error}") from error
+            else:
+                return
 
     def close(self) -> None:
         """Close the socket. What was sent still arrives."""

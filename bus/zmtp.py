@@ -187,7 +187,8 @@ class ZmtpSocket:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise LinkLost(
-                        f"the connection to the driver has ended, and did not come back within {timeout_s:g} s: {error}"
+                        f"the connection to the driver has ended, and did not come back within {timeout_s:.3g} s: "
+                        f"{error}"
                     ) from error
             else:
                 return

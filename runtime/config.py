@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -157,13 +158,14 @@ class ExecutorConfig:
             )
         if self.backend == "uni":
             self._check_uni()
-        if self.unresponsive_timeout_s is not None and self.unresponsive_timeout_s < 3 * self.heartbeat_interval_s:
+        limit_s = self.unresponsive_timeout_s
+        if limit_s is not None and _is_less(limit_s, 3 * self.heartbeat_interval_s):
             raise ConfigError(
                 f"unresponsive_timeout_s={self.unresponsive_timeout_s!r}: must be at least 3 times "
                 f"heartbeat_interval_s={self.heartbeat_interval_s!r}"
             )
         interval_s = self.keepalive_every * self.heartbeat_interval_s
-        if self.keepalive == "collective" and interval_s > self.collective_timeout_s / 3:
+        if self.keepalive == "collective" and _is_less(self.collective_timeout_s, 3 * interval_s):
             raise ConfigError(
                 f"keepalive_every={self.keepalive_every} times heartbeat_interval_s={self.heartbeat_interval_s:g} is "
                 f"{interval_s:g} s, more than a third of collective_timeout_s={self.collective_timeout_s:g}: a rank "
@@ -247,6 +249,11 @@ class ExecutorConfig:
             The copy, validated.
         """
         return dataclasses.replace(self, **changes)
+
+
+def _is_less(seconds: float, limit_s: float) -> bool:
+    """Compare two settings as they were written: 0.3 is 3 times 0.1."""
+    return seconds < limit_s and not math.isclose(seconds, limit_s)
 
 
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,10 +1,31 @@
-"""Ctrl-C, held back for a moment."""
+"""Ctrl-C: held back for a moment, and not missed by a thread that waits."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
+
+#: A signal that comes just before its thread blocks does not wake it: Python looks for one this often.
+_LOOK_S = 0.1
+
+
+def wait(event: threading.Event, timeout_s: float) -> bool:
+    """Wait for an event; a Ctrl-C that comes meanwhile is handled within a tenth of a second.
+
+    Args:
+        event: the event.
+        timeout_s: the longest to wait.
+
+    Returns:
+        Whether it has come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not event.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 class HeldInterrupts:

@@ -13,10 +13,9 @@ from typing import Any
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
 
-from . import failures, platforms
+from . import failures, interrupts, platforms
 from .config import ExecutorConfig
 from .health import GroupHealth
-from .interrupts import HeldInterrupts
 from .launch import mp
 from .launch.plan import plan_ranks, rank_environment
 from .launch.process import WorkerProcess
@@ -60,7 +59,7 @@ class MpGroup:
         self._life = Life(secrets.token_bytes(16), epoch, first_step)
         self._pid = os.getpid()
         self._forked: list[WorkerProcess] = []
-        self._interrupts = HeldInterrupts()  # until the monitor has everything in hand
+        self._interrupts = interrupts.HeldInterrupts()  # until the monitor has everything in hand
         try:
             self._directory = RunDirectory(config.run_dir)
             try:
@@ -135,7 +134,7 @@ class MpGroup:
             self._monitor.start()
             self._interrupts.release()
             # The monitor keeps the limits; this one only covers for a monitor that is held up.
-            self._monitor.started.wait(self._config.startup_timeout_s + self._ending_limit_s)
+            interrupts.wait(self._monitor.started, self._config.startup_timeout_s + self._ending_limit_s)
         except BaseException:
             self.stop(kill=True)
             raise
@@ -203,7 +202,7 @@ class MpGroup:
         failed_before = self._group.failure is not None
         try:
             self._monitor.stop(kill=kill)
-            self._monitor.ended.wait(self._ending_limit_s)
+            interrupts.wait(self._monitor.ended, self._ending_limit_s)
         except BaseException:  # a second Ctrl-C: no more patience
             self._monitor.stop(kill=True)
             self._monitor.ended.wait(self._ending_limit_s)

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from stepcast.bus.errors import ConfigError, StepcastError
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.executor import Executor
 from stepcast.runtime.launch import plan
 from stepcast.runtime.launch.plan import worker_spec
+from stepcast.workers.boot_config import BootConfig
 
 from .frames import FrameFaults
 from .proxy import Proxy
-from .worker import IN_SETUP, SETUP_FAULTS, STEP_FAULTS, WRAPPED
+from .worker import GROUP, IN_SETUP, SETUP_FAULTS, STEP_FAULTS, WRAPPED
 
 _WORKER = "stepcast.runtime.testing.worker:FaultyWorker"
 #: How long an order may take to reach all ranks.
 _ORDER_TIMEOUT_S = 30.0
+#: Stops a process, and lets it go on after a while.
+_FREEZE = 'kill -STOP "$1"; sleep "$2"; kill -CONT "$1"'
+
+_numbers = itertools.count(1)
+#: What a group does with what its ranks are to be told, by the group's number.
+_reroutes: dict[int, Callable[[BootConfig], BootConfig]] = {}
 
 
 class FaultyGroup:
@@ -56,10 +67,18 @@ class FaultyGroup:
             raise ConfigError("faults of frames need start_method 'spawn' or 'forkserver'")
         for fault in (in_setup or {}).values():
             _check(fault, SETUP_FAULTS)
-        options = {**config.worker_options, WRAPPED: worker_spec(config.worker), IN_SETUP: dict(in_setup or {})}
+        self._number = next(_numbers)
+        options = {
+            **config.worker_options,
+            WRAPPED: worker_spec(config.worker),
+            IN_SETUP: dict(in_setup or {}),
+            GROUP: self._number,
+        }
         self.config = config.replace(worker=_WORKER, worker_options=options, backend="mp")
         self.frames = FrameFaults()
         self._frame_faults = frame_faults
+        self._proxy: Proxy | None = None
+        self._run_directory: Path | None = None
         self._on_failure = on_failure
         self._exit = contextlib.ExitStack()
         self._stopped: set[int] = set()
@@ -67,7 +86,10 @@ class FaultyGroup:
     def __enter__(self) -> FaultyGroup:
         with contextlib.ExitStack() as undo:
             if self._frame_faults:
-                undo.enter_context(_proxied(self.frames))
+                self._proxy = Proxy(self.frames)
+                self._proxy.start()
+                undo.callback(self._proxy.close)
+            undo.enter_context(_rerouted(self._number, self._reroute))
             self.executor = Executor(self.config, on_failure=self._on_failure)
             undo.callback(self._shut_down)
             self._exit = undo.pop_all()
@@ -111,6 +133,20 @@ class FaultyGroup:
         _check(fault, STEP_FAULTS)
         self.executor.call("order_fault", rank, fault, seconds, timeout_s=_ORDER_TIMEOUT_S)
 
+    def freeze_driver(self, seconds: float) -> None:
+        """Stop this very process, every thread of it, and return when it goes on.
+
+        Args:
+            seconds: how long it is stopped.
+        """
+        command = ["/bin/sh", "-c", _FREEZE, "sh", str(os.getpid()), str(seconds)]
+        subprocess.run(command, check=True, start_new_session=True)
+
+    def lose_run_directory(self) -> None:
+        """Delete the directory in which the group's sockets are."""
+        assert self._run_directory is not None  # noqa: S101 - the group was entered
+        shutil.rmtree(self._run_directory)
+
     def wait_until_gone(self, timeout_s: float) -> bool:
         """Wait until no process of the group is left.
 
@@ -121,6 +157,10 @@ class FaultyGroup:
             Whether none is.
         """
         return wait_for_ends(self.executor.worker_pids, timeout_s)
+
+    def _reroute(self, boot: BootConfig) -> BootConfig:
+        self._run_directory = Path(boot.publish_endpoint.removeprefix("ipc://")).parent
+        return boot if self._proxy is None else self._proxy.reroute(boot)
 
     def _shut_down(self) -> None:
         for pid in self._stopped:
@@ -158,12 +198,16 @@ def _check(fault: str, known: frozenset[str]) -> None:
 
 
 @contextlib.contextmanager
-def _proxied(faults: FrameFaults) -> Iterator[None]:
-    proxy = Proxy(faults)
-    before, plan.reroute = plan.reroute, proxy.reroute
-    proxy.start()
+def _rerouted(number: int, reroute: Callable[[BootConfig], BootConfig]) -> Iterator[None]:
+    _reroutes[number] = reroute
+    plan.reroute = _reroute
     try:
         yield
     finally:
-        plan.reroute = before
-        proxy.close()
+        del _reroutes[number]
+
+
+def _reroute(boot: BootConfig) -> BootConfig:
+    """Other groups' ranks are told what they were to be told."""
+    reroute = _reroutes.get(boot.options.get(GROUP, 0))
+    return boot if reroute is None else reroute(boot)

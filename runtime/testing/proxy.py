@@ -73,7 +73,7 @@ class _Direction:
 
 
 class Proxy(threading.Thread):
-    """Stands between every group that is planned while it is open, and its ranks.
+    """Stands between the driver of one group and its ranks.
 
     Args:
         faults: decides what happens to each message.

@@ -18,6 +18,8 @@ from stepcast.workers.loading import load_worker_class
 
 #: The option that holds the wrapped worker's name; and the one that holds what is to happen in its setup.
 WRAPPED, IN_SETUP = "stepcast.testing.worker", "stepcast.testing.setup"
+#: The option that holds the number of the group.
+GROUP = "stepcast.testing.group"
 #: What holds the GIL lets go of it this often: a signal, such as SIGTERM, is noticed then.
 _GIL_SLICE_S = 0.05
 _FOREVER_S = 3600.0
@@ -32,6 +34,7 @@ class FaultyWorker(Worker):
         """Set the wrapped worker up, failing there where that was asked for."""
         options = dict(rank.options)
         name, in_setup = options.pop(WRAPPED), options.pop(IN_SETUP, {})
+        del options[GROUP]
         self._rank = rank.rank
         self._orders: list[tuple[str, float]] = []
         self._linger_s = 0.0

@@ -421,3 +421,17 @@ def test_what_a_sender_puts_on_the_wire_is_its_ranks(rig: Rig) -> None:
     assert len(head) == HEADER_BYTES + TIMES_BYTES
     sender.send(Kind.GAP, 5)
     assert socket.recv_multipart() == [WIRE.pack(Kind.GAP, 5, 0, 3)]
+
+
+def test_a_connection_that_ends_again_and_again_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back each time, so that only the limit ends this."""
+    rig.reader()
+    sender = rig.sender(reconnect_timeout_s=0.05)
+
+    def reset(*_: object) -> None:
+        raise ConnectionResetError("again")
+
+    monkeypatch.setattr(sender._socket, "send", reset)
+    monkeypatch.setattr(sender._socket, "reconnect", lambda _: None)
+    with pytest.raises(LinkLost, match="again and again"):
+        sender.send(Kind.BYE)

@@ -1,4 +1,7 @@
-"""The step stream as a whole, over a transport that loses, repeats and cuts: no rank skips or repeats a message."""
+"""The step stream as a whole, over a transport that loses, repeats, delays and cuts, and past restarts of the group.
+
+No rank skips or repeats a message, and what an earlier epoch has sent is dropped and counted on both sides.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stepcast.bus import subscriber
-from stepcast.bus.frames import Kind
+from stepcast.bus.frames import NO_TIMES, Kind, Wire, pack_times
 from stepcast.bus.liveness import TailGap
 from stepcast.bus.publisher import Publisher
+from stepcast.bus.replies import ReplyReader
 from stepcast.bus.subscriber import Gap, StepSubscriber
-from tests.bus.rig import EPOCH, RUN_ID
+from tests.bus.rig import RUN_ID
 
 WORLD_SIZE = 3
 WINDOW = 5
@@ -34,9 +38,9 @@ ranks = st.integers(0, WORLD_SIZE - 1)
 
 @dataclass
 class Connection:
-    """What is on its way to one rank."""
+    """What is on its way to one rank: each message with the epoch that has sent it."""
 
-    messages: deque[list[bytes]] = field(default_factory=deque)
+    messages: deque[tuple[int, list[bytes]]] = field(default_factory=deque)
     up: bool = True
 
     @property
@@ -47,17 +51,18 @@ class Connection:
 class LossyPublisher(Publisher):
     """A publisher whose messages go to the connections: to all of them, or to none where one is full."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], connections: Sequence[Connection]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], connections: Sequence[Connection], epoch: int) -> None:
         super().__init__(
             context,
             "inproc://publish",
             run_id=RUN_ID,
-            epoch=EPOCH,
+            epoch=epoch,
             world_size=WORLD_SIZE,
             max_in_flight=WINDOW,
             max_in_flight_bytes=WINDOW_BYTES,
         )
         self._connections = connections
+        self._epoch = epoch
 
     def _send(self, header: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         open_connections = [each for each in self._connections if each.up]
@@ -65,7 +70,7 @@ class LossyPublisher(Publisher):
             return False
         head, *buffers = frames
         for each in open_connections:
-            each.messages.append([header + head, *map(bytes, buffers)])
+            each.messages.append((self._epoch, [header + head, *map(bytes, buffers)]))
         return True
 
 
@@ -80,7 +85,7 @@ class FakeSocket:
         pass
 
     def recv(self) -> bytes:
-        self._parts.extend(self._connection.messages.popleft())
+        self._parts.extend(self._connection.messages.popleft()[1])
         return self._parts.popleft()
 
     def recv_rest(self) -> list[memoryview]:
@@ -94,11 +99,13 @@ class FakeSocket:
 class Rank:
     """A rank's loop and responder, as far as the stream goes: take, answer, ask for what is missing."""
 
-    def __init__(self) -> None:
-        self.connection = Connection()
+    def __init__(self, connection: Connection, epoch: int) -> None:
+        self.connection = connection
+        self.epoch = epoch
+        self.stale = 0
         socket = FakeSocket(self.connection)
         with patch.object(subscriber, "ZmtpSocket", lambda *_, **__: socket):
-            self.steps = StepSubscriber("", run_id=RUN_ID, epoch=EPOCH, max_message_bytes=1000)
+            self.steps = StepSubscriber("", run_id=RUN_ID, epoch=epoch, max_message_bytes=1000)
         self.taken: list[tuple[int, list[bytes]]] = []
         self.loop_says: deque[tuple[Kind, int]] = deque()
         self.responder_says: deque[tuple[Kind, int]] = deque()
@@ -107,6 +114,7 @@ class Rank:
 
     def receive(self) -> None:
         """Take what is at the head of the connection."""
+        self.stale += self.connection.messages[0][0] != self.epoch
         item = self.steps.next()
         if isinstance(item, Gap):
             assert item.expected == len(self.taken) + 1
@@ -129,11 +137,53 @@ class StreamMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ranks = [Rank() for _ in range(WORLD_SIZE)]
+        self.epoch = 0
+        #: What ranks of earlier epochs have said, and is still on its way.
+        self.late: list[tuple[Wire, int, Kind, int]] = []
+        self.begin([Connection() for _ in range(WORLD_SIZE)])
+
+    def begin(self, connections: Sequence[Connection]) -> None:
+        self.epoch += 1
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.publisher = LossyPublisher(self.context, [rank.connection for rank in self.ranks])
+        self.wire = Wire(RUN_ID, self.epoch)
+        self.ranks = [Rank(connection, self.epoch) for connection in connections]
+        self.publisher = LossyPublisher(self.context, connections, self.epoch)
+        self.reader = ReplyReader(
+            self.context,
+            "inproc://replies",
+            run_id=RUN_ID,
+            epoch=self.epoch,
+            world_size=WORLD_SIZE,
+            max_message_bytes=1000,
+        )
         self.published: list[list[bytes]] = []
         self.acknowledged = [0] * WORLD_SIZE
+        self.came_late = 0
+
+    @rule(lost=st.sets(ranks))
+    def restart(self, lost: set[int]) -> None:
+        """All is new but the connections: what is on its way to some ranks, and from all, still arrives."""
+        for index, rank in enumerate(self.ranks):
+            self.late += [(self.wire, index, *said) for said in (*rank.loop_says, *rank.responder_says)]
+            if index in lost:
+                rank.connection.messages.clear()
+        self.close()
+        self.begin([rank.connection for rank in self.ranks])
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def read_late_reply(self, data: st.DataObject) -> None:
+        """One of an earlier epoch: it means nothing any more, be it an answer or a request."""
+        wire, index, kind, sequence = self.late.pop(data.draw(st.integers(0, len(self.late) - 1)))
+        self.came_late += 1
+        assert self.judge(wire, index, kind, sequence) is None
+        assert self.reader.dropped == {"epoch": self.came_late}
+
+    def judge(self, wire: Wire, index: int, kind: Kind, sequence: int) -> tuple[int, int, int] | None:
+        """Have the driver judge a reply: its rank, kind and message, or None where it is dropped."""
+        times = pack_times(NO_TIMES) if kind is Kind.RESULT else b""
+        reply = self.reader._judge(wire.pack(kind, sequence, sequence, index) + times)
+        return None if reply is None else (reply.header.rank, reply.header.kind, reply.header.sequence)
 
     # The driver.
 
@@ -162,6 +212,7 @@ class StreamMachine(RuleBasedStateMachine):
         if not says:
             return
         kind, sequence = says.popleft()
+        assert self.judge(self.wire, index, kind, sequence) == (index, kind, sequence)
         if kind == Kind.RESULT:
             self.acknowledged[index] = sequence
             self.publisher.acknowledge(index, sequence)
@@ -196,6 +247,15 @@ class StreamMachine(RuleBasedStateMachine):
         if position < len(messages):
             messages.insert(position, messages[position])
 
+    @rule(index=ranks, position=st.integers(0, PIPE), by=st.integers(1, PIPE))
+    def delay(self, index: int, position: int, by: int) -> None:
+        """Others overtake it."""
+        messages = self.ranks[index].connection.messages
+        if position < len(messages):
+            late = messages[position]
+            del messages[position]
+            messages.insert(position + by, late)
+
     @rule(index=ranks)
     def cut(self, index: int) -> None:
         connection = self.ranks[index].connection
@@ -218,6 +278,10 @@ class StreamMachine(RuleBasedStateMachine):
             assert rank.steps.sequence == len(rank.taken)
 
     @invariant()
+    def what_another_epoch_has_sent_is_dropped_and_counted(self) -> None:
+        assert [rank.steps.foreign for rank in self.ranks] == [rank.stale for rank in self.ranks]
+
+    @invariant()
     def the_windows_are_never_exceeded(self) -> None:
         unanswered = self.published[min(self.acknowledged) :]
         assert self.publisher.in_flight == len(unanswered) <= WINDOW
@@ -235,8 +299,12 @@ class StreamMachine(RuleBasedStateMachine):
         try:
             self.everything_arrives_in_the_end()
         finally:
-            self.publisher.close()
-            self.context.term()
+            self.close()
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.reader.close()
+        self.context.term()
 
     def everything_arrives_in_the_end(self) -> None:
         """Over connections that work, replies and heartbeats alone bring every message to every rank."""

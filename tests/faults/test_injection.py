@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,39 @@ def test_a_stopped_rank_goes_on_when_it_is_resumed() -> None:
         assert not future.done()
         group.resume(1)
         assert future.result(30) == ["late"] * 2
+
+
+def test_a_driver_that_was_frozen_goes_on() -> None:
+    """Its ranks wait; nobody is lost, though no heartbeat came for longer than the limit of a rank."""
+    with FaultyGroup(config(unresponsive_timeout_s=0.3)) as group:
+        future = group.executor.submit("before", gather=True)
+        began = time.monotonic()
+        group.freeze_driver(0.6)
+        assert time.monotonic() - began >= 0.6
+        assert future.result(30) == ["before"] * 2
+        assert group.executor.step("after", gather=True) == ["after"] * 2
+        assert group.executor.health().ok
+
+
+def test_a_group_without_its_run_directory_goes_on() -> None:
+    """Its connections stand."""
+    with FaultyGroup(config()) as group:
+        group.lose_run_directory()
+        assert group.executor.step("on", gather=True) == ["on"] * 2
+
+
+def test_each_group_has_its_own_faults() -> None:
+    """One that is restarted keeps its proxy, whatever others come and go."""
+    settings = {"restart": "on_failure", "restart_backoff_s": 0.01}
+    with FaultyGroup(config(**settings), frame_faults=True) as first:
+        with FaultyGroup(config(), frame_faults=True) as second:
+            first.kill(1)
+            wait_until(lambda: first.executor.health().restarts == 1, 30.0)
+            first.frames.drop(1)
+            second.frames.duplicate(1)
+            for group in (first, second):
+                assert [group.executor.step(number, gather=True) for number in range(2)] == [[0, 0], [1, 1]]
+        assert (first.frames.happened, second.frames.happened) == ({"drop": 1}, {"duplicate": 1})
 
 
 def test_a_rank_that_fails_in_setup_fails_the_start() -> None:

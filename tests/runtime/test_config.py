@@ -96,6 +96,7 @@ def test_the_limit_for_unresponsive_ranks_leaves_time_to_find_them() -> None:
     """Three heartbeat intervals; none is the default."""
     assert config().unresponsive_timeout_s is None
     assert config(heartbeat_interval_s=0.5, unresponsive_timeout_s=1.5).unresponsive_timeout_s == 1.5
+    assert config(heartbeat_interval_s=0.1, unresponsive_timeout_s=0.3).unresponsive_timeout_s == 0.3
     text = refusal(heartbeat_interval_s=0.5, unresponsive_timeout_s=1.4)
     assert text == "unresponsive_timeout_s=1.4: must be at least 3 times heartbeat_interval_s=0.5"
 

@@ -36,6 +36,8 @@ def test_without_a_number_it_is_never_due() -> None:
 def test_intervals_above_a_third_of_the_collective_timeout_are_refused() -> None:
     settings = {"worker": "a:B", "heartbeat_interval_s": 2.0, "keepalive_every": 10, "keepalive": "collective"}
     ExecutorConfig(**settings, collective_timeout_s=60.0)
+    tenths = {"heartbeat_interval_s": 0.1, "keepalive_every": 3}
+    ExecutorConfig(**{**settings, **tenths}, collective_timeout_s=0.9)
     with pytest.raises(ConfigError, match=r"keepalive_every=10 .* is 20 s, more than a third of .*=59"):
         ExecutorConfig(**settings, collective_timeout_s=59.0)
     ExecutorConfig(**{**settings, "keepalive": "bus"}, collective_timeout_s=59.0)
