@@ -47,7 +47,8 @@ class ExecutorConfig:
         worker_options: plain MessagePack values, handed to each worker as `RankInfo.options`.
         worker_env: environment variables for the worker processes, beside those of this process. Spawned workers
             have them before any module of theirs is imported.
-        device: the device that workers compute on.
+        device: the kind of device that workers compute on, one for each rank: "cpu", "cuda", "rocm", "hpu", "xpu", a
+            name that another package has registered, or "auto" for the first that this host has and can use.
         output_rank: the rank whose result answers a step.
         max_in_flight: steps that may be under way at once: the window in messages.
         max_in_flight_bytes: the bytes of payload and buffers that may be under way at once: the window in bytes.

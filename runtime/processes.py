@@ -13,7 +13,7 @@ from typing import Any
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
 
-from . import failures, interrupts
+from . import failures, interrupts, platforms
 from .config import ExecutorConfig
 from .health import GroupHealth
 from .launch import mp
@@ -50,7 +50,9 @@ class MpGroup:
         news: FailureNews | None = None,
         will_restart: Callable[[StepcastError], bool] | None = None,
     ) -> None:
-        self._config = config
+        kind = platforms.resolve(config.device, config.world_size)
+        platforms.check_start_method(kind, config.start_method)
+        self._config = config = config.replace(device=kind.name)
         self._news = news or FailureNews()
         self._waits_for_news = news is None
         self.on_failure = self._news.callbacks

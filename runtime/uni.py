@@ -20,10 +20,11 @@ from stepcast.bus.subscriber import Message
 from stepcast.bus.verdicts import Verdict, Work, judge
 from stepcast.workers.base import RankInfo, Worker
 from stepcast.workers.board import Board
+from stepcast.workers.boot import bind_device
 from stepcast.workers.loading import load_worker_class
 from stepcast.workers.loop import WorkerLoop, describe_error
 
-from . import failures
+from . import failures, platforms
 from .config import ExecutorConfig
 from .health import GroupHealth, RankHealth
 from .interrupts import HeldInterrupts
@@ -57,6 +58,7 @@ class UniGroup:
 
     def __init__(self, config: ExecutorConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self._kind = platforms.resolve(config.device, 1)
         self.clock = clock
         self._pid = os.getpid()
         self.state = GroupState.NEW
@@ -285,22 +287,23 @@ class UniGroup:
         config = self.config
         self._board.enter(Phase.IMPORTING)
         chosen = config.worker
+        rank = RankInfo(
+            rank=0,
+            local_rank=0,
+            world_size=1,
+            epoch=self.epoch,
+            output_rank=0,
+            device=self._kind.device(0),
+            device_class=self._kind.device_class,
+            rendezvous=f"file://{self._directory.path}/rendezvous",
+            collective_timeout_s=config.collective_timeout_s,
+            options=config.worker_options,
+            is_aborted=self._board.is_aborted,
+        )
+        bind_device(rank)
         worker = (load_worker_class(chosen) if isinstance(chosen, str) else chosen)()
         self._board.enter(Phase.LOADING)
-        worker.setup(
-            RankInfo(
-                rank=0,
-                local_rank=0,
-                world_size=1,
-                epoch=self.epoch,
-                output_rank=0,
-                device=config.device,
-                rendezvous=f"file://{self._directory.path}/rendezvous",
-                collective_timeout_s=config.collective_timeout_s,
-                options=config.worker_options,
-                is_aborted=self._board.is_aborted,
-            )
-        )
+        worker.setup(rank)
         return worker
 
     def _worker_raised(self, error: BaseException) -> None:

@@ -23,7 +23,8 @@ class RankInfo:
         world_size: ranks in the group.
         epoch: the life of the group that this process belongs to, from 1.
         output_rank: the rank whose result answers a step.
-        device: the device to compute on, such as "cpu".
+        device: the device to compute on, as torch calls it in this process: "cpu", "cuda:1", "hpu".
+        device_class: what knows how to use it, as ``module:Class``; `open_device` makes one.
         rendezvous: torch.distributed's `init_method`; new in each epoch.
         collective_timeout_s: the limit of each collective, in seconds.
         options: `ExecutorConfig.worker_options`, as plain MessagePack values.
@@ -40,6 +41,7 @@ class RankInfo:
     device: str
     rendezvous: str
     collective_timeout_s: float
+    device_class: str = "stepcast.workers.devices.cpu:CPU"
     options: Mapping[str, Any] = field(default_factory=dict)
     collective_log: CollectiveLog | None = None
     is_aborted: Callable[[int], bool] = _never

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -77,7 +78,42 @@ def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> in
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     board = Board()
     configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
-    return _Rank(boot, board, watch, worker_class).run()
+    code: object = EXIT_FAILED
+    try:
+        code = ended = _Rank(boot, board, watch, worker_class).run()
+    except SystemExit as leaving:  # SIGTERM, or the worker's own
+        code = leaving.code
+        raise
+    finally:
+        group = _process_group()
+        if group is not None and group.exit_waits_for_peers():
+            # This rank does not leave with the others: they may be dead, or in a collective that waits for it. Its exit
+            # handlers would wait for them, without a limit.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code if isinstance(code, int) else EXIT_FAILED)
+    return ended
+
+
+def bind_device(rank: RankInfo) -> None:
+    """Bind this process to its device, before a module of the worker's can use another one.
+
+    Args:
+        rank: the rank's place in the group.
+
+    Raises:
+        ConfigError: the device can't be used.
+    """
+    if rank.device != "cpu":
+        from .devices import open_device  # noqa: PLC0415 - torch, where a device needs it
+
+        open_device(rank)
+
+
+def _process_group() -> Any:
+    """The module that joins and leaves process groups; None where the worker has no use for it, nor for torch."""
+    return sys.modules.get("stepcast.workers.process_group")
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
@@ -151,6 +187,9 @@ class _Rank:
             loop.run()
             self._tell(Phase.STOPPING)
             worker.teardown()
+            group = _process_group()
+            if group is not None and group.exit_waits_for_peers():  # the worker has left it to us
+                group.destroy_process_group()
         except LinkLost as error:  # nobody can be told
             _log.error("this rank ends: %s", error)
             return EXIT_LINK_LOST
@@ -166,23 +205,24 @@ class _Rank:
     def _set_up(self) -> Worker:
         boot = self._boot
         self._tell(Phase.IMPORTING)
+        rank = RankInfo(
+            rank=boot.rank,
+            local_rank=boot.local_rank,
+            world_size=boot.world_size,
+            epoch=boot.epoch,
+            output_rank=boot.output_rank,
+            device=boot.device,
+            device_class=boot.device_class,
+            rendezvous=boot.rendezvous,
+            collective_timeout_s=boot.collective_timeout_s,
+            options=boot.options,
+            collective_log=CollectiveLog(self._board) if boot.check_collectives else None,
+            is_aborted=self._board.is_aborted,
+        )
+        bind_device(rank)
         worker = (self._worker_class or load_worker_class(boot.worker, own_process=True))()
         self._tell(Phase.LOADING)
-        worker.setup(
-            RankInfo(
-                rank=boot.rank,
-                local_rank=boot.local_rank,
-                world_size=boot.world_size,
-                epoch=boot.epoch,
-                output_rank=boot.output_rank,
-                device=boot.device,
-                rendezvous=boot.rendezvous,
-                collective_timeout_s=boot.collective_timeout_s,
-                options=boot.options,
-                collective_log=CollectiveLog(self._board) if boot.check_collectives else None,
-                is_aborted=self._board.is_aborted,
-            )
-        )
+        worker.setup(rank)
         return worker
 
     def _step_source(self, worker: Worker) -> StepSource:

@@ -14,8 +14,8 @@ class BootConfig:
     """Everything that a rank's process is told before it can hear the bus.
 
     Attributes:
-        rank, local_rank, world_size, epoch, output_rank, device, rendezvous, collective_timeout_s, options: as in
-            `RankInfo`.
+        rank, local_rank, world_size, epoch, output_rank, device, device_class, rendezvous, collective_timeout_s,
+            options: as in `RankInfo`.
         worker: the worker's class as ``module:Class`` or ``path/to/script.py:Class``.
         run_id: 16 bytes.
         publish_endpoint: the driver's PUB socket.
@@ -41,6 +41,7 @@ class BootConfig:
     epoch: int
     output_rank: int
     device: str
+    device_class: str
     rendezvous: str
     collective_timeout_s: float
     worker: str

@@ -22,6 +22,7 @@ from stepcast.workers.base import Worker
 from stepcast.workers.boot import run_worker
 from stepcast.workers.boot_config import BootConfig
 
+from .forking import check_not_daemon, release_openmp_threads
 from .process import ForkedProcess, SpawnedProcess, WorkerProcess
 
 _log = logging.getLogger("stepcast.runtime")
@@ -109,9 +110,13 @@ def fork(
         The processes.
 
     Raises:
+        ConfigError: this process may not have children.
         StartupError: one can't be started; those before it have been killed.
     """
+    check_not_daemon(method)
     _warn_of_threads(method)
+    if method == "fork":
+        release_openmp_threads()
     context: Any = multiprocessing.get_context(method)
     started: list[WorkerProcess] = []
     siblings: list[int] = []

@@ -10,14 +10,12 @@ from pathlib import Path
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import ConfigError
+from stepcast.runtime import platforms
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.state import Life
 from stepcast.workers.base import Worker
 from stepcast.workers.boot_config import BootConfig
 from stepcast.workers.death_watch import process_start_time
-
-#: Variables that a parent's own device or launcher set for itself, and that would bind every rank alike.
-_NOT_INHERITED = ("HLS_MODULE_ID",)
 
 #: Gives a rank other endpoints than the driver's. The one place where something can be
 #: put between the two: `stepcast.testing` puts its proxy there. None leaves them alone.
@@ -30,7 +28,7 @@ def plan_ranks(
     """Write down what each rank of a group on this host is told.
 
     Args:
-        config: the settings.
+        config: the settings, with the device resolved.
         directory: the run's private directory.
         life: run id and epoch.
         die_with_driver: as in `BootConfig`.
@@ -41,6 +39,7 @@ def plan_ranks(
     pid = os.getpid()
     start_time = process_start_time(pid)
     assert start_time is not None  # noqa: S101 - this process exists
+    kind = platforms.kind_named(config.device)
     boots = [
         BootConfig(
             rank=rank,
@@ -48,7 +47,8 @@ def plan_ranks(
             world_size=config.world_size,
             epoch=life.epoch,
             output_rank=config.output_rank,
-            device=config.device,
+            device=kind.device(rank),
+            device_class=kind.device_class,
             rendezvous=f"file://{directory.path}/rendezvous-{life.epoch}",
             collective_timeout_s=config.collective_timeout_s,
             worker=worker_spec(config.worker),
@@ -78,13 +78,16 @@ def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, s
     """Put together one rank's environment; this process's own is left alone.
 
     Args:
-        config: the settings.
+        config: the settings, with the device resolved.
         boot: what the rank is told.
 
     Returns:
         The whole environment.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    binding = platforms.not_inherited()
+    environment = {name: value for name, value in os.environ.items() if name not in binding}
+    for name, value in platforms.kind_named(config.device).environment().items():
+        environment.setdefault(name, value)
     if config.world_size > 1:
         # Ranks that share a host's cores slow one another down with a thread pool each.
         environment.setdefault("OMP_NUM_THREADS", "1")

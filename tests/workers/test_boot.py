@@ -41,6 +41,7 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "epoch": 1,
         "output_rank": 0,
         "device": "cpu",
+        "device_class": "stepcast.workers.devices.cpu:CPU",
         "rendezvous": "file:///nowhere",
         "collective_timeout_s": 10.0,
         "worker": "stepcast.workers.echo:Echo",
