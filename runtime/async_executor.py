@@ -12,6 +12,7 @@ from stepcast.bus.errors import Closed, StepcastError
 from .config import ExecutorConfig
 from .executor import Executor
 from .health import GroupHealth
+from .launch.agent import is_follower
 from .state import GroupState
 from .step import StepFuture
 
@@ -39,6 +40,11 @@ class AsyncExecutor:
         """Start the group, and return when every rank is ready. Raises as `Executor` does."""
         async with self._starting:
             if self._executor is not None:
+                return
+            if is_follower(self.config):
+                # Until the group has ended this is all that this process does. The rank lives in this thread, as
+                # signals are handled here.
+                self._executor = Executor(self.config, on_failure=self._on_failure)
                 return
             starting = asyncio.ensure_future(asyncio.to_thread(Executor, self.config, on_failure=self._on_failure))
             try:

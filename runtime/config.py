@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 ENVIRONMENT_PREFIX = "STEPCAST_"
-BACKENDS = ("mp", "uni")
+BACKENDS = ("mp", "torchrun", "ray", "uni")
 START_METHODS = ("spawn", "fork", "forkserver")
 RESTARTS = ("never", "on_failure")
 KEEPALIVES = ("bus", "collective")
@@ -34,16 +34,32 @@ _MIB = 1 << 20
 _MAX_SECONDS = 2_000_000
 
 
+def started_by_torchrun() -> bool:
+    """Tell whether torchrun has started this process, as one rank of a group."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _default_world_size() -> int:
+    try:
+        return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
+    except (KeyError, ValueError):
+        raise ConfigError("torchrun has set no WORLD_SIZE that is a number: give world_size") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
     """The settings of a group. Immutable; wrong values raise `ConfigError` when it is built.
 
     Attributes:
         worker: the worker's class: the class itself, or ``module:Class``, or ``path/to/script.py:Class``.
-        world_size: the number of ranks.
-        backend: "mp" (a process per rank) or "uni" (one rank, in this process). None chooses: "uni" for a world size of
-            1 where neither `restart` nor `watch_parent` asks for processes, else "mp".
+        world_size: the number of ranks. In a process that torchrun has started, it is by default what torchrun says.
+        backend: what runs the ranks: "mp" (a process per rank, on this host), "torchrun" (the processes that torchrun
+            has started, of which rank 0 is the driver), "ray" (actors of a Ray cluster) or "uni" (one rank, in this
+            process). None chooses: "torchrun" in a process that torchrun has started; else "uni" for a world size of 1
+            where neither `restart` nor `watch_parent` asks for processes; else "mp".
         start_method: how "mp" starts its processes: "spawn" (fresh interpreters), "fork" or "forkserver".
+        followers_return: what becomes of torchrun's ranks other than 0, which serve the group from where they build
+            their `Executor`: False ends their processes there when the group ends, True returns to their program.
         worker_options: plain MessagePack values, handed to each worker as `RankInfo.options`.
         worker_env: environment variables for the worker processes, beside those of this process. Spawned workers
             have them before any module of theirs is imported.
@@ -94,9 +110,10 @@ class ExecutorConfig:
     """
 
     worker: str | type[Worker]
-    world_size: int = 1
+    world_size: int = field(default_factory=_default_world_size)
     backend: str | None = None
     start_method: str = "spawn"
+    followers_return: bool = False
     worker_options: Mapping[str, Any] = field(default_factory=dict)
     worker_env: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
@@ -190,6 +207,21 @@ class ExecutorConfig:
         if self.watch_parent:
             raise ConfigError("watch_parent=True: backend='uni' has no monitor to watch it; use backend='mp'")
 
+    def _check_torchrun(self) -> None:
+        if not started_by_torchrun():
+            raise ConfigError(
+                "backend='torchrun' serves the ranks that torchrun has started, and this process was not started by "
+                "it: run `torchrun --nproc-per-node N program`, or use backend='mp'"
+            )
+        if self.restart != "never":
+            raise ConfigError(
+                f"restart={self.restart!r}: under torchrun its agent restarts the ranks: give torchrun --max-restarts"
+            )
+        if self.start_method != "spawn":
+            raise ConfigError(
+                f"start_method={self.start_method!r}: torchrun has started the ranks; leave it at 'spawn'"
+            )
+
     @property
     def resolved_backend(self) -> str:
         """The backend to use: the one that was asked for, else the one that is chosen.
@@ -197,13 +229,18 @@ class ExecutorConfig:
         Raises:
             ConfigError: the environment does not allow it.
         """
-        if "TORCHELASTIC_RUN_ID" in os.environ and self.backend != "uni":
+        backend = self.backend
+        if backend is None:
+            needs_processes = self.world_size > 1 or self.restart != "never" or self.watch_parent
+            backend = "torchrun" if started_by_torchrun() else "mp" if needs_processes else "uni"
+        if backend == "torchrun":
+            self._check_torchrun()
+        elif backend != "uni" and started_by_torchrun():
             raise ConfigError(
-                "this process was started by torchrun, which has started every rank already: a group of its own "
-                "can't be started inside one (backend 'mp'); start the program without torchrun, or use backend='uni'"
+                f"backend={backend!r}: this process was started by torchrun, which has started every rank already: "
+                "leave the backend at 'torchrun', or start the program without torchrun"
             )
-        needs_processes = self.world_size > 1 or self.restart != "never" or self.watch_parent
-        return self.backend or ("mp" if needs_processes else "uni")
+        return backend
 
     @classmethod
     def load(

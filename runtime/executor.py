@@ -15,8 +15,10 @@ from stepcast.workers.loading import stop_if_loading_script
 
 from . import failures
 from .config import ExecutorConfig
+from .followed import FollowedGroup
 from .health import GroupHealth
-from .processes import MpGroup
+from .launch.agent import is_follower
+from .processes import RankGroup
 from .state import GroupState
 from .step import Limit, Request, StepFuture
 from .supervisor import RestartingGroup
@@ -33,6 +35,10 @@ class Executor:
     Building it starts the group, and returns when every rank is ready. Use it as a context manager, or call `shutdown`.
     It may be used from any thread. It leaves this process's signal handlers, logging and environment alone.
 
+    Under torchrun every rank's program builds it. In rank 0's it is this; in the others' the process serves the group
+    as one rank from here, and ends with it, or goes on where `followers_return` says so: then with an executor that
+    takes no steps (`is_driver`).
+
     Args:
         config: the settings.
         on_failure: called with the error that has ended the group, in a thread of its own that nothing
@@ -48,12 +54,13 @@ class Executor:
         self.config = config
         self._step_limit = Limit(config.step_timeout_s, "step_timeout_s")
         self._call_limit = Limit(config.call_timeout_s, "call_timeout_s")
-        backend = config.resolved_backend
-        self._group: MpGroup | RestartingGroup | UniGroup
-        if backend == "uni":
+        self._group: RankGroup | RestartingGroup | UniGroup | FollowedGroup
+        if config.resolved_backend == "uni":
             self._group = UniGroup(config)
+        elif is_follower(config):
+            self._group = FollowedGroup(config)
         else:
-            self._group = MpGroup(config) if config.restart == "never" else RestartingGroup(config)
+            self._group = RankGroup(config) if config.restart == "never" else RestartingGroup(config)
         if on_failure is not None:
             self._group.on_failure.append(on_failure)
         self._group.start()
@@ -182,6 +189,11 @@ class Executor:
     def state(self) -> GroupState:
         """Where the group is in its life."""
         return self._group.state
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether steps are taken here; not so in a rank of torchrun's that has served the group."""
+        return not isinstance(self._group, FollowedGroup)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

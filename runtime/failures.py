@@ -200,6 +200,48 @@ def start_timed_out(limit_s: float, phases: Mapping[int, str], stderr: Mapping[i
     )
 
 
+def never_came(ranks: Sequence[int], limit_s: float) -> StartupError:
+    """Ranks that torchrun has started have not built their executor.
+
+    Args:
+        ranks: the ranks.
+        limit_s: how long they were waited for.
+    """
+    return StartupError(
+        f"rank {_join(ranks)}: not there within startup_timeout_s={limit_s:g} s: torchrun has started the process, and "
+        "it has not built its Executor: every rank's program must, with the same settings; look at its output",
+        ranks=ranks,
+        phases=dict.fromkeys(ranks, "spawning"),
+    )
+
+
+def other_settings(rank: int, names: Sequence[str]) -> StartupError:
+    """A rank that torchrun has started was given other settings than the driver.
+
+    Args:
+        rank: the rank.
+        names: the settings that differ.
+    """
+    return StartupError(
+        f"rank {rank} was given other settings than rank 0: {', '.join(names)}: every rank's program must build its "
+        "Executor with the same ones",
+        ranks=[rank],
+        phases={rank: "spawning"},
+    )
+
+
+def driver_never_came(rank: int, why: str) -> StartupError:
+    """The driver of the group that this rank is to serve is not there.
+
+    Args:
+        rank: this rank.
+        why: what is known of it.
+    """
+    return StartupError(
+        f"rank {rank} has no group to serve: its driver, rank 0, {why}", ranks=[rank], phases={rank: "spawning"}
+    )
+
+
 def back_pressure(slow: Sequence[int], queued: int, queued_bytes: int, config: ExecutorConfig) -> Backpressure:
     """There was no room in the windows.
 

@@ -22,9 +22,11 @@ from stepcast.workers.boot import EXIT_FAILED
 
 from . import failures, stacks
 from .config import ExecutorConfig
+from .ending import Escalation
 from .group import Group
 from .inbox import Broken
 from .keepalive import KeepalivePacer
+from .launch.launcher import Launcher
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .news import FailureNews
 from .output import OutputRelay
@@ -52,7 +54,7 @@ class Monitor(threading.Thread):
         config: the settings.
         directory: the run's private directory; removed at the end.
         life: run id, epoch and first step.
-        launch: starts the processes; called in this thread.
+        launcher: gets the processes.
         news: is told the error that has ended the group.
         clock: a monotonic clock, in seconds.
 
@@ -68,14 +70,14 @@ class Monitor(threading.Thread):
         config: ExecutorConfig,
         directory: RunDirectory,
         life: Life,
-        launch: Callable[[], list[WorkerProcess]],
+        launcher: Launcher,
         news: FailureNews,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="stepcast-monitor", daemon=True)
         self._config = config
         self._directory = directory
-        self._launch = launch
+        self._launcher = launcher
         self._clock = clock
         self.started = threading.Event()
         self.ended = threading.Event()
@@ -101,9 +103,7 @@ class Monitor(threading.Thread):
         self._begun = False
         self._stuck = False  # the group ends for a rank that does not go on: its stacks are wanted
         self._stop_wanted = self._kill_wanted = self._killing = self._terminated = False
-        #: What is sent to the processes that are left, and when; None is the end of patience.
-        self._escalation: list[tuple[float, signal.Signals | None]] = []
-        self._patience_ended = False
+        self._escalation = Escalation(config)
         self._sentinels: dict[int, WorkerProcess] = {}
         self._buried: set[int] = set()
 
@@ -168,7 +168,7 @@ class Monitor(threading.Thread):
             self.group.change(GroupState.STARTING)
         self._relay.start()
         try:
-            processes = self._launch()
+            processes = self._launcher.launch(lambda: self._stop_wanted)
         except StartupError as error:
             self._fail(error)
             return
@@ -187,20 +187,22 @@ class Monitor(threading.Thread):
             return False
         # Not those that have ended, but those whose end was judged: it may be the news of another turn.
         left = [process for process in self.group.processes if process.rank not in self._buried]
-        if left and self._patience_ended:
+        if left and self._escalation.patience_ended:
             _log.error("process %s outlives SIGKILL", ", ".join(str(process.pid) for process in left))
-        return not left or self._patience_ended
+        return not left or self._escalation.patience_ended
 
     def _may_be_dead(self, ready: set[int]) -> bool:
-        return len(self._sentinels) < len(self.group.processes) or not ready.isdisjoint(self._sentinels)
+        if len(self._sentinels) < len(self.group.processes) or not ready.isdisjoint(self._sentinels):
+            return True
+        return not self.group.inbox.said_bye <= self._buried
 
     def _newly_dead(self) -> list[tuple[WorkerProcess, str]]:
         """Find the processes that have ended, and their last lines on stderr. Waits a little for their last words."""
-        dead = [
-            process
-            for process in self.group.processes
-            if process.exit_code() is not None and process.rank not in self._buried
-        ]
+        left = [process for process in self.group.processes if process.rank not in self._buried]
+        for process in left:
+            if process.rank in self.group.inbox.said_bye:
+                process.said_bye()
+        dead = [process for process in left if process.exit_code() is not None]
         # Where one rank's death makes others fail, the one that a signal has killed was first.
         dead.sort(key=lambda process: process.exit_code() or 0)
         for process in dead:
@@ -308,14 +310,11 @@ class Monitor(threading.Thread):
 
     def _begin_stopping(self, now: float) -> None:
         """STOP, then SIGTERM, then SIGKILL, each with its limit."""
-        group, config = self.group, self._config
+        group = self.group
         orderly = group.state.accepts_steps and not self._kill_wanted and group.publish_to_all(Kind.STOP)
         group.change(GroupState.STOPPING)
         if orderly:
-            terminate_at = now + config.stop_timeout_s
-            kill_at = terminate_at + config.terminate_timeout_s
-            self._escalation = [(terminate_at, signal.SIGTERM), (kill_at, signal.SIGKILL)]
-            self._escalation.append((kill_at + config.kill_timeout_s, None))
+            self._escalation.stop(now)
         else:
             self._kill_wanted = True
 
@@ -324,16 +323,9 @@ class Monitor(threading.Thread):
         self._stuck |= isinstance(self.group.failure, StepTimeout)
         if (failed or self._kill_wanted) and not self._killing:
             self._killing = True
-            wait_s = 0.0
-            if failed and self._stuck and stacks.dump(self.group.processes, self.group.inbox.liveness, now):
-                wait_s = self._config.dump_timeout_s
-            kill_at = now + wait_s
-            self._escalation = [(kill_at, signal.SIGKILL), (kill_at + self._config.kill_timeout_s, None)]
-        while self._escalation and self._escalation[0][0] <= now:
-            _, number = self._escalation.pop(0)
-            if number is None:
-                self._patience_ended = True
-                continue
+            dumping = failed and self._stuck and stacks.dump(self.group.processes, self.group.inbox.liveness, now)
+            self._escalation.kill(now + (self._config.dump_timeout_s if dumping else 0.0))
+        for number in self._escalation.take(now):
             self._terminated = True
             for process in self.group.processes:
                 if number is signal.SIGTERM and process.exit_code() is None:
@@ -346,7 +338,7 @@ class Monitor(threading.Thread):
         """Seconds until something is due though nothing comes."""
         with self.group.lock:
             state = self.group.state
-            due = [when for when, _ in self._escalation[:1]]
+            due = [] if (next_at := self._escalation.next_at) is None else [next_at]
             if state is not GroupState.FAILED:
                 vitals = self.group.vitals
                 due += [now + self.group.heartbeat.remaining_s(now, vitals.oldest_heard), now + MONITOR_LOOK_S]
@@ -388,6 +380,7 @@ class Monitor(threading.Thread):
             if process.exit_code() is not None:
                 process.close()
         group.close()
+        self._launcher.close()
         self._directory.remove()
         self._epoll.close()
         with self._wake_lock:

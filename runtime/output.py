@@ -46,10 +46,9 @@ class OutputRelay(threading.Thread):
         """Read a process's output from now on. The relay closes the pipes."""
         with self._lock:
             tail = self._tails.setdefault(process.rank, deque(maxlen=_TAIL_LINES))
-            stdout, stderr = process.outputs
-            self._open[process.rank] = 2
-            self._new.append((stdout, _Stream(process.rank, None)))
-            self._new.append((stderr, _Stream(process.rank, tail)))
+            self._open[process.rank] = len(process.outputs)
+            for pipe, kept in zip(process.outputs, (None, tail), strict=False):
+                self._new.append((pipe, _Stream(process.rank, kept)))
         os.eventfd_write(self._wake, 1)
 
     def stderr_tail(self, rank: int, timeout_s: float) -> str:

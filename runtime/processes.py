@@ -1,4 +1,4 @@
-"""The "mp" backend: a group of processes on this host, from its start to its end."""
+"""A group of worker processes, from its start to its end, wherever they come from."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import Any
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import Closed, StepcastError
 
-from . import failures, interrupts, platforms
+from . import failures, interrupts
 from .config import ExecutorConfig
 from .health import GroupHealth
-from .launch import mp
-from .launch.plan import plan_ranks, rank_environment
-from .launch.process import WorkerProcess
+from .launch import checked, make_launcher
 from .monitor import Monitor
 from .news import FailureNews
 from .state import GroupState, Life
@@ -27,7 +25,7 @@ from .step import Request, StepFuture
 _log = logging.getLogger("stepcast.runtime")
 
 
-class MpGroup:
+class RankGroup:
     """A group of worker processes.
 
     Args:
@@ -50,47 +48,32 @@ class MpGroup:
         news: FailureNews | None = None,
         will_restart: Callable[[StepcastError], bool] | None = None,
     ) -> None:
-        kind = platforms.resolve(config.device, config.world_size)
-        platforms.check_start_method(kind, config.start_method)
-        self._config = config = config.replace(device=kind.name)
+        self._config = config = checked(config)
         self._news = news or FailureNews()
         self._waits_for_news = news is None
         self.on_failure = self._news.callbacks
         self._life = Life(secrets.token_bytes(16), epoch, first_step)
         self._pid = os.getpid()
-        self._forked: list[WorkerProcess] = []
         self._interrupts = interrupts.HeldInterrupts()  # until the monitor has everything in hand
         try:
             self._directory = RunDirectory(config.run_dir)
             try:
-                self._prepare()
-                if will_restart is not None:
-                    self._group.will_restart = will_restart
+                launcher = make_launcher(config, self._directory, self._life)
+                try:
+                    launcher.prepare()
+                    self._monitor = Monitor(config, self._directory, self._life, launcher, self._news)
+                except BaseException:
+                    launcher.close()
+                    raise
             except BaseException:
-                mp.discard(self._forked)
                 self._directory.remove()
                 raise
         except BaseException:
             self._interrupts.release()
             raise
-
-    def _prepare(self) -> None:
-        config = self._config
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        # Spawned ranks end with the monitor's thread. A fork's parent is the thread that calls here: only the main
-        # thread is known to live as long as the group. A fork server's ranks are not our children at all.
-        die_with_driver = config.start_method == "spawn" or (config.start_method == "fork" and in_main_thread)
-        boots = plan_ranks(config, self._directory, self._life, die_with_driver=die_with_driver)
-        environments = [rank_environment(config, boot) for boot in boots]
-        if config.start_method != "spawn":
-            # Before this group has a thread or a ZeroMQ context.
-            self._forked = mp.fork(config.start_method, boots, environments, config.worker)
-
-        def launch() -> list[WorkerProcess]:
-            return self._forked or mp.spawn_all(boots, environments)
-
-        self._monitor = Monitor(config, self._directory, self._life, launch, self._news)
         self._group = self._monitor.group
+        if will_restart is not None:
+            self._group.will_restart = will_restart
 
     @property
     def state(self) -> GroupState:

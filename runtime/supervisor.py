@@ -1,6 +1,6 @@
 """Restarts a group in place: `ExecutorConfig(restart="on_failure")`.
 
-Each life of the group, an epoch, is an `MpGroup` of its own: processes, sockets, run directory and rendezvous are all
+Each life of the group, an epoch, is an `RankGroup` of its own: processes, sockets, run directory and rendezvous are all
 new, and nothing of the epoch before can reach it. The supervisor's thread waits for a failure, sees the old epoch to
 its end, waits for as long as the policy says, and puts a new one in its place.
 """
@@ -23,7 +23,7 @@ from .config import ExecutorConfig
 from .health import GroupHealth
 from .monitor import Monitor
 from .news import FailureNews
-from .processes import MpGroup
+from .processes import RankGroup
 from .state import GroupState
 from .step import Request, StepFuture
 
@@ -71,7 +71,7 @@ class RestartPolicy:
 
 
 class RestartingGroup:
-    """A group that is restarted when it fails. The same methods as `MpGroup`.
+    """A group that is restarted when it fails. The same methods as `RankGroup`.
 
     Args:
         config: the settings.
@@ -96,12 +96,12 @@ class RestartingGroup:
         self._given_up: StepcastError | None = None
         self._stopping = threading.Event()
         self._failed = threading.Event()
-        self._starting: MpGroup | None = None
+        self._starting: RankGroup | None = None
         self._group = self._new_group(config, epoch=1, first_step=1)
         self._thread = threading.Thread(target=self._supervise, name="stepcast-supervisor", daemon=True)
 
     def start(self) -> None:
-        """As `MpGroup.start`."""
+        """As `RankGroup.start`."""
         self._group.start()
         self._ready_at = self._clock()
         self._thread.start()
@@ -118,11 +118,11 @@ class RestartingGroup:
         return self._group.worker_pids
 
     def run(self, request: Request) -> Any:
-        """As `MpGroup.run`; waits while the group is restarted."""
-        return self._on_a_living_group(MpGroup.run, request)
+        """As `RankGroup.run`; waits while the group is restarted."""
+        return self._on_a_living_group(RankGroup.run, request)
 
     def undo(self, step: int, request: Request) -> bool:
-        """As `MpGroup.undo`."""
+        """As `RankGroup.undo`."""
         group = self._group
         if step < group.first_step:
             return False
@@ -134,11 +134,11 @@ class RestartingGroup:
             return False
 
     def submit(self, request: Request) -> StepFuture:
-        """As `MpGroup.submit`; waits while the group is restarted."""
-        return self._on_a_living_group(MpGroup.submit, request)
+        """As `RankGroup.submit`; waits while the group is restarted."""
+        return self._on_a_living_group(RankGroup.submit, request)
 
     def try_submit(self, request: Request) -> StepFuture | None:
-        """As `MpGroup.try_submit`.
+        """As `RankGroup.try_submit`.
 
         Returns:
             The step's future; None where there is no room, or the group is being restarted.
@@ -152,11 +152,11 @@ class RestartingGroup:
             raise
 
     def abort_step(self, step: int) -> bool:
-        """As `MpGroup.abort_step`."""
+        """As `RankGroup.abort_step`."""
         return self._group.abort_step(step)
 
     def health(self) -> GroupHealth:
-        """As `MpGroup.health`: of the current epoch, or of the one that has failed while there is no other."""
+        """As `RankGroup.health`: of the current epoch, or of the one that has failed while there is no other."""
         health = replace(self._group.health(), restarts=self._restarts)
         if health.failure is not None:  # the newest, which may be that of a start of the next epoch
             health = replace(health, failure=str(self._given_up or self._failure or health.failure))
@@ -169,7 +169,7 @@ class RestartingGroup:
             threading.Thread(target=self._stop_quietly, name="stepcast-stop", daemon=True).start()
 
     def stop(self, *, kill: bool = False) -> None:
-        """As `MpGroup.stop`."""
+        """As `RankGroup.stop`."""
         if os.getpid() != self._pid:  # a fork of the embedder: the group is its parent's
             return
         atexit.unregister(self._stop_quietly)
@@ -191,7 +191,7 @@ class RestartingGroup:
         ended = self._group.state is GroupState.FAILED
         return ended and self._given_up is None and not self._stopping.is_set()
 
-    def _on_a_living_group(self, method: Callable[[MpGroup, Request], _Result], request: Request) -> _Result:
+    def _on_a_living_group(self, method: Callable[[RankGroup, Request], _Result], request: Request) -> _Result:
         try:
             group = self._group
             return method(group if group.state.accepts_steps else self._wait_for_group(request), request)
@@ -200,7 +200,7 @@ class RestartingGroup:
                 raise
             return method(self._wait_for_group(request), request)
 
-    def _wait_for_group(self, request: Request) -> MpGroup:
+    def _wait_for_group(self, request: Request) -> RankGroup:
         failures.check_process(self._pid)
         limit, limit_s = request.limit, self._config.restart_wait_s
         if limit is not None:
@@ -303,8 +303,8 @@ class RestartingGroup:
             self._changed.notify_all()
         _log.warning("epoch %d is ready, after %d restarts in all", epoch, self._restarts)
 
-    def _new_group(self, config: ExecutorConfig, *, epoch: int, first_step: int) -> MpGroup:
-        return MpGroup(config, epoch=epoch, first_step=first_step, news=self._news, will_restart=self._will_restart)
+    def _new_group(self, config: ExecutorConfig, *, epoch: int, first_step: int) -> RankGroup:
+        return RankGroup(config, epoch=epoch, first_step=first_step, news=self._news, will_restart=self._will_restart)
 
     def _give_up(self, error: StepcastError) -> None:
         with self._changed:

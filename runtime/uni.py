@@ -114,7 +114,7 @@ class UniGroup:
         return self.submit(request).result()
 
     def undo(self, step: int, request: Request) -> bool:  # noqa: ARG002 - there is one life
-        """As `MpGroup.undo`."""
+        """As `RankGroup.undo`."""
         self.run(request)
         return True
 
@@ -290,6 +290,7 @@ class UniGroup:
         rank = RankInfo(
             rank=0,
             local_rank=0,
+            local_world_size=1,
             world_size=1,
             epoch=self.epoch,
             output_rank=0,

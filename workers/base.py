@@ -20,12 +20,14 @@ class RankInfo:
     Attributes:
         rank: this rank, from 0 to `world_size` - 1.
         local_rank: its index among the ranks of this host.
+        local_world_size: ranks on this host.
         world_size: ranks in the group.
         epoch: the life of the group that this process belongs to, from 1.
         output_rank: the rank whose result answers a step.
         device: the device to compute on, as torch calls it in this process: "cpu", "cuda:1", "hpu".
         device_class: what knows how to use it, as ``module:Class``; `open_device` makes one.
-        rendezvous: torch.distributed's `init_method`; new in each epoch.
+        rendezvous: torch.distributed's `init_method`, as `init_process_group` of `stepcast.workers.process_group`
+            understands it; new in each epoch.
         collective_timeout_s: the limit of each collective, in seconds.
         options: `ExecutorConfig.worker_options`, as plain MessagePack values.
         collective_log: where `init_process_group` has the collectives counted; None where they are not.
@@ -35,6 +37,7 @@ class RankInfo:
 
     rank: int
     local_rank: int
+    local_world_size: int
     world_size: int
     epoch: int
     output_rank: int

@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -71,16 +73,13 @@ def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> in
     watch = DriverWatch(boot.driver_pid, boot.driver_start_time)
     if watch.is_dead():  # it died before the watch was armed
         return EXIT_DRIVER_GONE
-    # Ctrl-C goes to every process of the terminal's group; the driver alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
-    faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     board = Board()
-    configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
+    if boot.own_process:
+        configure_logging(boot.log_level, rank=boot.rank, epoch=boot.epoch, board=board)
     code: object = EXIT_FAILED
     try:
-        code = ended = _Rank(boot, board, watch, worker_class).run()
+        with _signals(kept=boot.own_process):
+            code = ended = _Rank(boot, board, watch, worker_class).run()
     except SystemExit as leaving:  # SIGTERM, or the worker's own
         code = leaving.code
         raise
@@ -114,6 +113,23 @@ def bind_device(rank: RankInfo) -> None:
 def _process_group() -> Any:
     """The module that joins and leaves process groups; None where the worker has no use for it, nor for torch."""
     return sys.modules.get("stepcast.workers.process_group")
+
+
+@contextlib.contextmanager
+def _signals(*, kept: bool) -> Iterator[None]:
+    """Set up the signals that a rank lives by; unless they are kept, what was there before is there again after it."""
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        # Ctrl-C goes to every process of the terminal's group; the driver alone decides what it means.
+        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, _terminate)
+    yield
+    if not kept:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        faulthandler.unregister(DUMP_SIGNAL)
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
@@ -208,6 +224,7 @@ class _Rank:
         rank = RankInfo(
             rank=boot.rank,
             local_rank=boot.local_rank,
+            local_world_size=boot.local_world_size,
             world_size=boot.world_size,
             epoch=boot.epoch,
             output_rank=boot.output_rank,

@@ -14,8 +14,8 @@ class BootConfig:
     """Everything that a rank's process is told before it can hear the bus.
 
     Attributes:
-        rank, local_rank, world_size, epoch, output_rank, device, device_class, rendezvous, collective_timeout_s,
-            options: as in `RankInfo`.
+        rank, local_rank, local_world_size, world_size, epoch, output_rank, device, device_class, rendezvous,
+            collective_timeout_s, options: as in `RankInfo`.
         worker: the worker's class as ``module:Class`` or ``path/to/script.py:Class``.
         run_id: 16 bytes.
         publish_endpoint: the driver's PUB socket.
@@ -29,7 +29,9 @@ class BootConfig:
         reply_timeout_s: the longest that a reply may wait for the driver to read it.
         resume_timeout_s: after the rank raised in a step, the longest to wait until every rank has answered it.
         linger_s: the longest that the responder thread may take to end at exit.
-        log_level: the level of the worker's own logging, as a name.
+        own_process: whether the process is stepcast's own: then its logging and its signal handlers are too, for as
+            long as it lives, and the driver reads its output.
+        log_level: the level of its logging, as a name.
         check_collectives: whether the worker's collectives are counted.
         keepalive: as in `ExecutorConfig`.
         arguments: the driver's `sys.argv`: a script that is loaded for its worker class may read them.
@@ -37,6 +39,7 @@ class BootConfig:
 
     rank: int
     local_rank: int
+    local_world_size: int
     world_size: int
     epoch: int
     output_rank: int
@@ -56,6 +59,7 @@ class BootConfig:
     reply_timeout_s: float
     resume_timeout_s: float
     linger_s: float
+    own_process: bool
     log_level: str
     check_collectives: bool
     keepalive: str

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from datetime import timedelta
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from .base import RankInfo
 from .devices import Device, open_device
-
-#: Rendezvous that only ranks of one host can share, so that their traffic may stay on the loopback interface.
-_SINGLE_HOST = ("file://", "tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
 
 #: The device whose process group this process has joined.
 _joined: Device | None = None
@@ -38,15 +39,29 @@ def init_process_group(rank: RankInfo) -> Device:
         RuntimeError: a rank did not come within the limit (torch's own `DistError`s are among them).
     """
     global _joined  # noqa: PLW0603 - as torch's default process group, whose device this is
-    if rank.rendezvous.startswith(_SINGLE_HOST):
-        # gloo looks up its own host's name, which fails where the name has no address, as in many containers. Beside
-        # other backends it is what control data takes.
+    if rank.local_world_size == rank.world_size:
+        # On one host the traffic may stay on the loopback interface. gloo looks up its own host's name, which fails
+        # where the name has no address, as in many containers. Beside other backends it is what control data takes.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     device = open_device(rank)
     _joined = device
     device.join()
     return device
+
+
+def _meet_in_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+    """Torch's way to "stepcast://HOST:PORT/PREFIX": to meet under a prefix in a store that another process serves."""
+    parts = urlsplit(url)
+    query = {name: int(values[0]) for name, values in parse_qs(parts.query).items()}
+    assert parts.hostname is not None  # noqa: S101 - the launcher has made it
+    assert parts.port is not None  # noqa: S101
+    store = dist.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    yield dist.PrefixStore(parts.path.strip("/"), store), query["rank"], query["world_size"]
+    raise RuntimeError("this rendezvous is good for one process group")
+
+
+register_rendezvous_handler("stepcast", _meet_in_store)
 
 
 def keep_alive(device: str) -> None:

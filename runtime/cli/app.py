@@ -42,6 +42,8 @@ class Backend(str, Enum):
     """What runs the ranks."""
 
     mp = "mp"
+    torchrun = "torchrun"
+    ray = "ray"
     uni = "uni"
 
 
@@ -60,6 +62,9 @@ class LogFormat(str, Enum):
     json = "json"
 
 
+BackendOption = Annotated[
+    Backend | None, typer.Option("--distributed-executor-backend", "--backend", help="What runs the ranks.")
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Settings in a TOML file, below STEPCAST_* variables and options."),
@@ -100,7 +105,9 @@ def stepcast(
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What the model is to answer.")],
     *,
-    world_size: Annotated[int | None, typer.Option(metavar="N", help="The number of ranks.", show_default="1")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="The number of ranks.", show_default="1, or torchrun's")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -115,7 +122,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens up to this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompts, without the model's chat format.")] = False,
-    backend: Annotated[Backend | None, typer.Option(help="What runs the ranks.")] = None,
+    backend: BackendOption = None,
     start_method: StartMethodOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,

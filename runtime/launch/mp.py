@@ -13,22 +13,62 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
+from stepcast.bus.endpoints import RunDirectory
 from stepcast.runtime import failures
+from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.state import Life
 from stepcast.workers.base import Worker
 from stepcast.workers.boot import run_worker
 from stepcast.workers.boot_config import BootConfig
 
 from .forking import check_not_daemon, release_openmp_threads
+from .launcher import Launcher
+from .plan import plan_ranks, rank_environment
 from .process import ForkedProcess, SpawnedProcess, WorkerProcess
 
 _log = logging.getLogger("stepcast.runtime")
 
 #: Held while `multiprocessing.spawn` is told what to leave out: two executors may be started at once.
 _preparing = threading.Lock()
+
+
+class MpLauncher(Launcher):
+    """Starts a process for each rank on this host.
+
+    Args:
+        config: the settings, with the device resolved.
+        directory: the run's private directory.
+        life: run id and epoch.
+    """
+
+    def __init__(self, config: ExecutorConfig, directory: RunDirectory, life: Life) -> None:
+        self._config = config
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # Spawned ranks end with the monitor's thread. A fork's parent is the thread that calls here: only the main
+        # thread is known to live as long as the group. A fork server's ranks are not our children at all.
+        die_with_driver = config.start_method == "spawn" or (config.start_method == "fork" and in_main_thread)
+        self._boots = plan_ranks(config, directory, life, die_with_driver=die_with_driver)
+        self._environments = [rank_environment(config, boot) for boot in self._boots]
+        self._forked: list[WorkerProcess] = []
+
+    def prepare(self) -> None:
+        """Fork, where that is asked for."""
+        config = self._config
+        if config.start_method != "spawn":
+            self._forked = fork(config.start_method, self._boots, self._environments, config.worker)
+
+    def launch(self, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:  # noqa: ARG002 - it does not take long
+        """Spawn, unless it has forked."""
+        forked, self._forked = self._forked, []
+        return forked or spawn_all(self._boots, self._environments)
+
+    def close(self) -> None:
+        """Kill forks that no monitor has in hand."""
+        discard(self._forked)
 
 
 def spawn_all(boots: Sequence[BootConfig], environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess]:

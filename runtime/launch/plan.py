@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import ConfigError
@@ -20,6 +21,112 @@ from stepcast.workers.death_watch import process_start_time
 #: Gives a rank other endpoints than the driver's. The one place where something can be
 #: put between the two: `stepcast.testing` puts its proxy there. None leaves them alone.
 reroute: Callable[[BootConfig], BootConfig] | None = None
+
+
+class Link(NamedTuple):
+    """How a rank reaches the driver, and the other ranks.
+
+    Attributes:
+        publish_endpoint: the driver's PUB socket.
+        reply_endpoint: the driver's PULL socket.
+        rendezvous: where the ranks' process groups meet.
+        keeper: a process of the rank's host with whose end the rank ends, by its id and start time: the driver.
+    """
+
+    publish_endpoint: str
+    reply_endpoint: str
+    rendezvous: str
+    keeper: tuple[int, int]
+
+    @classmethod
+    def on_this_host(cls, directory: RunDirectory, life: Life) -> Link:
+        """Link ranks of this host to this process.
+
+        Args:
+            directory: the run's private directory.
+            life: run id and epoch.
+        """
+        return cls(
+            directory.endpoint("publish"),
+            directory.endpoint("replies"),
+            f"file://{directory.path}/rendezvous-{life.epoch}",
+            identity(os.getpid()),
+        )
+
+
+def identity(pid: int) -> tuple[int, int]:
+    """Identify a process of this host that exists.
+
+    Args:
+        pid: its id.
+
+    Returns:
+        The id and the start time, which tells it from a later process with the same id.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    start_time = process_start_time(pid)
+    if start_time is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return pid, start_time
+
+
+def plan_rank(
+    config: ExecutorConfig,
+    life: Life,
+    link: Link,
+    *,
+    rank: int,
+    local_rank: int,
+    local_world_size: int,
+    own_process: bool = True,
+    die_with_driver: bool = False,
+) -> BootConfig:
+    """Write down what a rank is told.
+
+    Args:
+        config: the settings, with the device resolved.
+        life: run id and epoch.
+        link: how it reaches the driver and the other ranks.
+        rank, local_rank, local_world_size, own_process, die_with_driver: as in `BootConfig`.
+
+    Returns:
+        Its configuration.
+    """
+    kind = platforms.kind_named(config.device)
+    pid, start_time = link.keeper
+    boot = BootConfig(
+        rank=rank,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        world_size=config.world_size,
+        epoch=life.epoch,
+        output_rank=config.output_rank,
+        device=kind.device(local_rank),
+        device_class=kind.device_class,
+        rendezvous=link.rendezvous,
+        collective_timeout_s=config.collective_timeout_s,
+        worker=worker_spec(config.worker),
+        run_id=life.run_id,
+        publish_endpoint=link.publish_endpoint,
+        reply_endpoint=link.reply_endpoint,
+        max_message_bytes=config.max_message_bytes,
+        driver_pid=pid,
+        driver_start_time=start_time,
+        die_with_driver=die_with_driver,
+        startup_timeout_s=config.startup_timeout_s,
+        reply_timeout_s=config.reply_timeout_s,
+        resume_timeout_s=config.failure_grace_s + config.reply_timeout_s,
+        linger_s=config.linger_s,
+        own_process=own_process,
+        log_level=config.log_level,
+        check_collectives=config.check_collectives,
+        keepalive=config.keepalive,
+        arguments=list(sys.argv),
+        options=dict(config.worker_options),
+    )
+    return boot if reroute is None else reroute(boot)
 
 
 def plan_ranks(
@@ -36,42 +143,13 @@ def plan_ranks(
     Returns:
         A configuration for each rank, in order.
     """
-    pid = os.getpid()
-    start_time = process_start_time(pid)
-    assert start_time is not None  # noqa: S101 - this process exists
-    kind = platforms.kind_named(config.device)
-    boots = [
-        BootConfig(
-            rank=rank,
-            local_rank=rank,
-            world_size=config.world_size,
-            epoch=life.epoch,
-            output_rank=config.output_rank,
-            device=kind.device(rank),
-            device_class=kind.device_class,
-            rendezvous=f"file://{directory.path}/rendezvous-{life.epoch}",
-            collective_timeout_s=config.collective_timeout_s,
-            worker=worker_spec(config.worker),
-            run_id=life.run_id,
-            publish_endpoint=directory.endpoint("publish"),
-            reply_endpoint=directory.endpoint("replies"),
-            max_message_bytes=config.max_message_bytes,
-            driver_pid=pid,
-            driver_start_time=start_time,
-            die_with_driver=die_with_driver,
-            startup_timeout_s=config.startup_timeout_s,
-            reply_timeout_s=config.reply_timeout_s,
-            resume_timeout_s=config.failure_grace_s + config.reply_timeout_s,
-            linger_s=config.linger_s,
-            log_level=config.log_level,
-            check_collectives=config.check_collectives,
-            keepalive=config.keepalive,
-            arguments=list(sys.argv),
-            options=dict(config.worker_options),
+    link, size = Link.on_this_host(directory, life), config.world_size
+    return [
+        plan_rank(
+            config, life, link, rank=rank, local_rank=rank, local_world_size=size, die_with_driver=die_with_driver
         )
-        for rank in range(config.world_size)
+        for rank in range(size)
     ]
-    return boots if reroute is None else [reroute(boot) for boot in boots]
 
 
 def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, str]:
@@ -88,14 +166,14 @@ def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, s
     environment = {name: value for name, value in os.environ.items() if name not in binding}
     for name, value in platforms.kind_named(config.device).environment().items():
         environment.setdefault(name, value)
-    if config.world_size > 1:
+    if boot.local_world_size > 1:
         # Ranks that share a host's cores slow one another down with a thread pool each.
         environment.setdefault("OMP_NUM_THREADS", "1")
     environment.update(
         RANK=str(boot.rank),
         LOCAL_RANK=str(boot.local_rank),
         WORLD_SIZE=str(boot.world_size),
-        LOCAL_WORLD_SIZE=str(boot.world_size),
+        LOCAL_WORLD_SIZE=str(boot.local_world_size),
     )
     environment.update(config.worker_env)
     return environment

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import subprocess
+from collections.abc import Sequence
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from typing import IO
@@ -27,10 +28,10 @@ class WorkerProcess:
         rank: the rank.
         pid: its process id.
         sentinel: a descriptor that becomes readable when the process has ended; None where the kernel has none.
-        outputs: the read ends of its stdout and stderr.
+        outputs: the read ends of its stdout and stderr; empty where somebody else reads them.
     """
 
-    def __init__(self, rank: int, pid: int, sentinel: int | None, outputs: tuple[IO[bytes], IO[bytes]]) -> None:
+    def __init__(self, rank: int, pid: int, sentinel: int | None, outputs: Sequence[IO[bytes]]) -> None:
         self.rank = rank
         self.pid = pid
         self.sentinel = sentinel
@@ -49,6 +50,9 @@ class WorkerProcess:
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    def said_bye(self) -> None:
+        """Note that the rank has left its loop in good order. Its process is to end: it still is waited for."""
 
     def wait(self) -> None:
         """Wait for the end of a process that was killed, and reap it."""

@@ -22,6 +22,7 @@ def main() -> None:
         RankInfo(
             rank=int(rank),
             local_rank=int(rank),
+            local_world_size=int(world_size),
             world_size=int(world_size),
             epoch=1,
             output_rank=0,

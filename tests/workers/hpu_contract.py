@@ -64,7 +64,8 @@ def be_rank(rank: int, case: dict[str, Any], directory: Path) -> None:
     from stepcast.workers import process_group  # noqa: PLC0415
     from stepcast.workers.base import RankInfo  # noqa: PLC0415
 
-    place = {name: getattr(boot, name) for name in ("rank", "local_rank", "world_size", "device", "device_class")}
+    place = {name: getattr(boot, name) for name in ("rank", "local_rank", "local_world_size", "world_size", "device")}
+    place["device_class"] = boot.device_class
     info = RankInfo(
         **place,
         epoch=1,

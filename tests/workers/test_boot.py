@@ -37,6 +37,8 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
     settings: dict[str, Any] = {
         "rank": 1,
         "local_rank": 1,
+        "local_world_size": 2,
+        "own_process": True,
         "world_size": 2,
         "epoch": 1,
         "output_rank": 0,

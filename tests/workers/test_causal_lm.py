@@ -36,6 +36,7 @@ def rank_info(options: dict[str, Any], world_size: int = 1, rendezvous: str = ""
     return RankInfo(
         rank=0,
         local_rank=0,
+        local_world_size=1,
         world_size=world_size,
         epoch=1,
         output_rank=0,

@@ -96,6 +96,7 @@ def rank_info(device: str, kind: str, **changes: Any) -> RankInfo:
     settings: dict[str, Any] = {
         "rank": 1,
         "local_rank": 1,
+        "local_world_size": 2,
         "world_size": 2,
         "epoch": 1,
         "output_rank": 0,

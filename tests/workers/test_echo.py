@@ -14,6 +14,7 @@ def rank_info(rank: int) -> RankInfo:
     return RankInfo(
         rank=rank,
         local_rank=rank,
+        local_world_size=2,
         world_size=4,
         epoch=1,
         output_rank=0,

@@ -22,7 +22,15 @@ from tests.harness import wait_until
 
 LIMIT_BYTES = 10_000
 LIMIT_S = 10.0
-PLACE = {"local_rank": 0, "world_size": 1, "epoch": 1, "output_rank": 0, "device": "cpu", "rendezvous": ""}
+PLACE = {
+    "local_rank": 0,
+    "local_world_size": 1,
+    "world_size": 1,
+    "epoch": 1,
+    "output_rank": 0,
+    "device": "cpu",
+    "rendezvous": "",
+}
 
 
 class Answer(NamedTuple):

@@ -15,7 +15,7 @@ from stepcast.runtime.testing.stage import RankScenario, Stage
 from .common import COLLECTIVE, PARKED
 
 if TYPE_CHECKING:
-    from stepcast.runtime.processes import MpGroup
+    from stepcast.runtime.processes import RankGroup
 
 _LIMIT_S = 2.0
 _PAST_LIMIT_S = 2.5
@@ -57,7 +57,7 @@ def _cpu_s(stage: Stage) -> list[float]:
 def _flood_a_rank_that_does_not_read(stage: Stage) -> None:
     """What its pipe can't hold is lost to it, and not kept; its peers hear all of it meanwhile."""
     # No embedder could ask for so much.
-    group = cast("MpGroup", stage.group.executor._group)._group  # noqa: SLF001
+    group = cast("RankGroup", stage.group.executor._group)._group  # noqa: SLF001
     stage.run()
     stage.fault(lambda: stage.group.stop(stage.victim))
     before = resident_mib()

@@ -1,0 +1,178 @@
+"""What torchrun's agent tells the processes that it has started: variables, and a store that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+
+from stepcast.bus.errors import ConfigError, ProtocolError, StartupError
+from stepcast.runtime.config import ExecutorConfig
+
+#: How often a key that is not there yet is looked for.
+_LOOK_S = 0.01
+_MAX_LOOK_S = 0.2
+_LOOK_BACKOFF = 1.3
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process's place among those that torchrun has started. The names are torchrun's own.
+
+    Attributes:
+        rank, world_size: of all.
+        local_rank, local_world_size: among those of its agent.
+        group_rank, group_world_size: its agent's place among the agents, one for each host.
+        run_id: the job's id.
+        restart_count: how often its ranks have been restarted. The store survives that, with all that is in it.
+        master: host and port of the store.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+    run_id: str
+    restart_count: int
+    master: tuple[str, int]
+
+    @classmethod
+    def of_this_process(cls, environ: Mapping[str, str] | None = None) -> Place:
+        """Read this process's place.
+
+        Args:
+            environ: the variables; None for this process's own.
+
+        Raises:
+            ConfigError: torchrun has not set one of them, or not to a number.
+        """
+        environ = os.environ if environ is None else environ
+
+        def number(name: str) -> int:
+            try:
+                return int(environ[name])
+            except (KeyError, ValueError):
+                raise ConfigError(
+                    f"{name}={environ.get(name)!r}: torchrun sets it to a number; start the program by torchrun"
+                ) from None
+
+        return cls(
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number("LOCAL_WORLD_SIZE"),
+            group_rank=number("GROUP_RANK"),
+            group_world_size=number("GROUP_WORLD_SIZE"),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+            restart_count=number("TORCHELASTIC_RESTART_COUNT"),
+            master=(environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT")),
+        )
+
+
+def is_follower(config: ExecutorConfig) -> bool:
+    """Tell whether torchrun has started this process as another rank than the driver's.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ConfigError: the environment does not allow the backend.
+    """
+    return config.resolved_backend == "torchrun" and Place.of_this_process().rank != 0
+
+
+class AgentStore:
+    """The part of the agent's store that belongs to one group.
+
+    Args:
+        place: this process's place.
+        group: the number of the group among those that its program makes, from 1.
+        timeout_s: the longest that an operation may take, in seconds.
+
+    Attributes:
+        prefix: what is in front of each key of the group.
+
+    Raises:
+        StartupError: the agent's store can't be reached.
+    """
+
+    def __init__(self, place: Place, group: int, timeout_s: float) -> None:
+        from torch.distributed import PrefixStore, TCPStore  # noqa: PLC0415 - torch, which a driver goes without else
+
+        self.prefix = f"stepcast/{place.run_id}/{place.restart_count}/{group}"
+        host, port = place.master
+        # The agent serves the store, unless it was told not to: then rank 0 does.
+        serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        self._place = place
+        timeout = timedelta(seconds=timeout_s)
+        with self._reachable():
+            store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+        self._store: Any = PrefixStore(self.prefix, store)
+
+    def put(self, key: str, record: Mapping[str, Any]) -> None:
+        """Leave a record for the other ranks.
+
+        Args:
+            key: its key.
+            record: plain MessagePack values.
+        """
+        with self._reachable():
+            self._store.set(key, msgpack.packb(record))
+
+    def take(
+        self, keys: Sequence[str], deadline: float, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> dict[str, dict[str, Any]]:
+        """Wait for records of other ranks.
+
+        Args:
+            keys: their keys.
+            deadline: how long to wait, as a reading of the monotonic clock.
+            is_cancelled: asked now and then whether to wait on.
+
+        Returns:
+            The records that have come, by key: all of them, unless the wait has ended before.
+
+        Raises:
+            ProtocolError: one is none.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        look_s = _LOOK_S
+        while True:
+            with self._reachable():
+                for key in keys:
+                    if key not in found and self._store.check([key]):
+                        found[key] = _unpack(key, self._store.get(key))
+            if len(found) == len(keys) or is_cancelled() or time.monotonic() >= deadline:
+                return found
+            time.sleep(look_s)
+            look_s = min(look_s * _LOOK_BACKOFF, _MAX_LOOK_S)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as problem:  # torch's DistError
+            rank, (host, port) = self._place.rank, self._place.master
+            raise StartupError(
+                f"rank {rank} can't use the store of torchrun's agent at {host}:{port}: {problem}",
+                ranks=[rank],
+                phases={rank: "spawning"},
+            ) from problem
+
+
+def _unpack(key: str, data: bytes) -> dict[str, Any]:
+    try:
+        record = msgpack.unpackb(data)
+    except (ValueError, TypeError) as problem:
+        raise ProtocolError(f"the record {key!r} in the store of torchrun's agent can't be read: {problem}") from None
+    if not isinstance(record, dict):
+        raise ProtocolError(f"the record {key!r} in the store of torchrun's agent is no record of stepcast's")
+    return record

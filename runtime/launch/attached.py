@@ -1,0 +1,51 @@
+"""Processes of ranks that somebody else has started."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+
+from stepcast.workers.death_watch import DriverWatch
+
+from .process import EXIT_CODE_UNKNOWN, WorkerProcess
+
+
+class AttachedProcess(WorkerProcess):
+    """A process of this host that another one has started: torchrun's agent, or Ray.
+
+    Who has started it reads its output and its exit code, and decides what becomes of it once the rank has left its
+    loop in good order: for the group it has ended then.
+
+    Args:
+        rank: the rank.
+        identity: its id and start time.
+    """
+
+    def __init__(self, rank: int, identity: tuple[int, int]) -> None:
+        self._watch = DriverWatch(*identity)
+        self._left = False
+        super().__init__(rank, identity[0], self._watch.fd, ())
+
+    def exit_code(self) -> int | None:
+        return EXIT_CODE_UNKNOWN if self._left or self._watch.is_dead() else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.exit_code() is not None:
+            return
+        if self._watch.fd is None:
+            super().send_signal(number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._watch.fd, number)
+
+    def said_bye(self) -> None:
+        self._left = True
+
+    def wait(self) -> None:
+        if self._watch.fd is not None:
+            select.select([self._watch.fd], [], [])
+
+    def close(self) -> None:
+        self._watch.close()
+        self.sentinel = None
