@@ -49,7 +49,7 @@ class OutputRelay(threading.Thread):
             self._open[process.rank] = len(process.outputs)
             for pipe, kept in zip(process.outputs, (None, tail), strict=False):
                 self._new.append((pipe, _Stream(process.rank, kept)))
-        os.eventfd_write(self._wake, 1)
+            self._wake_thread()
 
     def stderr_tail(self, rank: int, timeout_s: float) -> str:
         """The last lines that a rank wrote to stderr, log records apart.
@@ -69,7 +69,8 @@ class OutputRelay(threading.Thread):
             timeout_s: the longest to wait for it, since the embedder's log handlers may block.
         """
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            self._wake_thread()
         self.join(timeout_s)
 
     def run(self) -> None:
@@ -82,7 +83,13 @@ class OutputRelay(threading.Thread):
             if key.data is not None:
                 self._end(key.fileobj, key.data)  # type: ignore[arg-type]
         self._selector.close()
-        os.close(self._wake)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _wake_thread(self) -> None:
+        if self._wake >= 0:  # else it has ended, and the number may be another file's by now
+            os.eventfd_write(self._wake, 1)
 
     def _turn(self, timeout_s: float | None) -> bool:
         progress = False

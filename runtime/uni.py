@@ -100,6 +100,7 @@ class UniGroup:
                 self._directory.remove()
                 self._fail(failures.start_timed_out(limit_s, {0: str(self._board.status.phase)}, {}))
         if self.failure is not None:
+            self._thread.join(self.config.kill_timeout_s if ready else 0)  # it removes the directory
             raise self.failure
         self._timer.start()
         atexit.register(self._stop_quietly)

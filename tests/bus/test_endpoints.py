@@ -139,15 +139,19 @@ def test_no_descriptor_of_a_directory_reaches_another_program(root: Path) -> Non
 def test_a_fork_of_the_owner_holds_nothing(root: Path) -> None:
     """With the owner dead its directory is swept, however long its forks live; in them it can't be removed."""
     directory = RunDirectory(root)
-    reader, writer = os.pipe()
+    (reader, writer), (told, tell) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         directory.remove()
+        os.write(tell, b"1")
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
     os.close(reader)
+    os.close(tell)
     try:
+        assert os.read(told, 1) == b"1"
+        os.close(told)
         assert sweep(root) == []
         os.close(directory._lock_fd)  # as the owner's death does
         directory._lock_fd = -1
