@@ -10,7 +10,9 @@ import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_START_TIME_FIELD = 22  # proc(5), /proc/[pid]/stat, counted from 1
+# proc(5), /proc/[pid]/stat, counted from 1
+_START_TIME_FIELD = 22
+_EXIT_CODE_FIELD = 52
 
 
 def stat_fields(process: Path) -> list[str]:
@@ -42,6 +44,22 @@ def process_start_time(pid: int) -> int | None:
     try:
         return int(stat_fields(Path(f"/proc/{pid}"))[_START_TIME_FIELD - 3])
     except OSError:
+        return None
+
+
+def exit_code_of_zombie(pid: int) -> int | None:
+    """Read the exit code of a process that has ended, and that its parent has not reaped yet.
+
+    Args:
+        pid: its process id.
+
+    Returns:
+        Its exit code, negative for a signal; None where it runs, or is reaped, or belongs to somebody else.
+    """
+    try:
+        state, *fields = stat_fields(Path(f"/proc/{pid}"))
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD - 4])) if state == "Z" else None
+    except (OSError, ValueError, IndexError):
         return None
 
 

@@ -6,7 +6,7 @@ import contextlib
 import select
 import signal
 
-from stepcast.workers.death_watch import DriverWatch
+from stepcast.workers.death_watch import DriverWatch, exit_code_of_zombie
 
 from .process import EXIT_CODE_UNKNOWN, WorkerProcess
 
@@ -14,8 +14,8 @@ from .process import EXIT_CODE_UNKNOWN, WorkerProcess
 class AttachedProcess(WorkerProcess):
     """A process of this host that another one has started: torchrun's agent, or Ray.
 
-    Who has started it reads its output and its exit code, and decides what becomes of it once the rank has left its
-    loop in good order: for the group it has ended then.
+    Who has started it reads its output and reaps it, and decides what becomes of it once the rank has left its loop in
+    good order: for the group it has ended then.
 
     Args:
         rank: the rank.
@@ -24,11 +24,15 @@ class AttachedProcess(WorkerProcess):
 
     def __init__(self, rank: int, identity: tuple[int, int]) -> None:
         self._watch = DriverWatch(*identity)
-        self._left = False
+        self._code: int | None = None
         super().__init__(rank, identity[0], self._watch.fd, ())
 
     def exit_code(self) -> int | None:
-        return EXIT_CODE_UNKNOWN if self._left or self._watch.is_dead() else None
+        if self._code is None and self._watch.is_dead():
+            # Until its parent reaps it, the kernel tells everybody.
+            code = exit_code_of_zombie(self.pid)
+            self._code = EXIT_CODE_UNKNOWN if code is None else code
+        return self._code
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.exit_code() is not None:
@@ -40,7 +44,7 @@ class AttachedProcess(WorkerProcess):
             signal.pidfd_send_signal(self._watch.fd, number)
 
     def said_bye(self) -> None:
-        self._left = True
+        self._code = 0
 
     def wait(self) -> None:
         if self._watch.fd is not None:
