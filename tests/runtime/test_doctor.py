@@ -363,9 +363,9 @@ def test_the_command_prints_one_object() -> None:
 
 def test_the_command_fails_where_a_backend_does() -> None:
     """Inside torchrun's environment mp can't start: exit code 1, and the report says why."""
-    done = stepcast("doctor", TORCHELASTIC_RUN_ID="1")
+    done = stepcast("doctor", TORCHELASTIC_RUN_ID="1", WORLD_SIZE="3")
     assert done.returncode == 1
-    assert "backend mp        no  this process was started by torchrun" in done.stdout
+    assert "backend mp        no  backend='mp': this process was started by torchrun" in done.stdout
     assert "backend uni       ok" in done.stdout
 
 
