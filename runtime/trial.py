@@ -112,19 +112,18 @@ def try_torchrun() -> Trial:
     """
     if importlib.util.find_spec("torch") is None:
         return Trial(available=False, problem="needs torch, which brings torchrun: pip install torch")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={_TORCHRUN_RANKS}",
-        "-m",
-        "stepcast.runtime.trial",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={_TORCHRUN_RANKS}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_TORCHRUN_LIMIT_S, check=False
-        )
+        with tempfile.TemporaryDirectory() as logs:  # it makes a directory for them, and leaves it behind
+            done = subprocess.run(
+                [*command, f"--log-dir={logs}", "-m", "stepcast.runtime.trial"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_TORCHRUN_LIMIT_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         return Trial(available=False, problem=f"torchrun has not come to an end within {_TORCHRUN_LIMIT_S:g} s")
     line = done.stdout.strip().rpartition("\n")[2]

@@ -317,8 +317,8 @@ def test_each_backend_is_started() -> None:
     ("program", "problem"),
     [
         (
-            "import sys; sys.stderr.write('noise\\nRuntimeError: no port\\nmore'); sys.exit(3)",
-            "code 3: RuntimeError: no port",
+            "import sys; sys.stderr.write('noise\\nTypeError: no port\\nmore'); sys.exit(3)",
+            "code 3: TypeError: no port",
         ),
         ("import time; time.sleep(60)", "not come to an end within 0.5 s"),
     ],
