@@ -16,7 +16,8 @@ import zmq
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.frames import STEP_CLASS, Kind, Wire
 from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import Reply, ReplyReader, ReplySender
+from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, Gap, Message, StepSubscriber
 from tests.harness import wait_until
 

@@ -19,7 +19,8 @@ from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import Reply, ReplyReader, ReplySender
+from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber
 from stepcast.workers import responder as responder_module
 from stepcast.workers.board import Board
