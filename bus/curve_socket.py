@@ -21,6 +21,8 @@ LINGER_S = 5.0
 LOOK_INTERVAL_S = 1.0
 #: Messages that may lie here unsent while the link is cut; then `send` waits.
 _SEND_QUEUE = 64
+#: What the handshake's commands may have; the limit holds for them too.
+_HANDSHAKE_BYTES = 1024
 _RECONNECT_MS, _MAX_RECONNECT_MS = 100, 1000
 
 _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -70,7 +72,7 @@ class CurveSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = self._context.socket(zmq.SUB if socket_type == "SUB" else zmq.PUSH)
-            self._set_up(keys)
+            self._set_up(keys, is_push=socket_type == "PUSH")
             if socket_type == "SUB":
                 self._monitor = self._watch()
             self._socket.connect(endpoint)
@@ -79,17 +81,17 @@ class CurveSocket:
             raise
         self._plain_send = plain_send(self._socket)
 
-    def _set_up(self, keys: RankKeys) -> None:
+    def _set_up(self, keys: RankKeys, *, is_push: bool) -> None:
         options = {
             zmq.CURVE_SERVERKEY: keys.server,
             zmq.CURVE_PUBLICKEY: keys.public,
             zmq.CURVE_SECRETKEY: keys.secret,
             zmq.IPV6: int("[" in self._endpoint),
-            zmq.LINGER: int(LINGER_S * 1000),
+            zmq.LINGER: int(LINGER_S * 1000) if is_push else 0,
             zmq.SNDHWM: _SEND_QUEUE,
             zmq.SNDTIMEO: -1 if self._send_timeout_s is None else int(self._send_timeout_s * 1000),
             zmq.RCVTIMEO: int(LOOK_INTERVAL_S * 1000),
-            zmq.MAXMSGSIZE: self._max_frame_bytes,
+            zmq.MAXMSGSIZE: max(self._max_frame_bytes, _HANDSHAKE_BYTES),
             zmq.RECONNECT_IVL: _RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: _MAX_RECONNECT_MS,
             zmq.CONNECT_TIMEOUT: int(HANDSHAKE_TIMEOUT_S * 1000),

@@ -1,7 +1,7 @@
 """The driver's gate for ranks of other hosts: tcp, always with CURVE, and for the group's own ranks alone.
 
-libzmq asks for each connection, by ZAP (rfc.zeromq.org/spec/27), whether its key may come in: a thread of the gate's
-answers. The answer names the rank to whom the key belongs, and libzmq puts that name on every message of the connection.
+libzmq asks for each connection, by ZAP (rfc.zeromq.org/spec/27), whether its key may come in; a thread of the gate's
+answers. The answer names the rank that has this key, and libzmq puts the name on every message of the connection.
 
 The answer to a stranger is "not now", not "never": after a "never" libzmq would not try again, and a rank may be
 here before its key is known. Without an answer nobody comes in.
@@ -47,8 +47,8 @@ class Gate:
 
     Attributes:
         public_key: the driver's, which the ranks must know.
-        refused: connections that were refused, by reason: "stranger" (its key is not of this group's ranks), "handshake"
-            (it does not speak CURVE, or does not know the driver's key). One that tries again counts again.
+        refused: connections that were refused, by reason: "stranger" (its key is not of this group's ranks),
+            "handshake" (it does not speak CURVE, or does not know the driver's key). One that tries again counts again.
 
     Raises:
         ConfigError: this libzmq was built without CURVE.
@@ -100,7 +100,7 @@ class Gate:
             The endpoint.
 
         Raises:
-            ConfigError: the address is not one of this host's.
+            ConfigError: the address is not one of this host's; the socket is closed then.
         """
         is_v6 = ":" in self._address
         socket.setsockopt(zmq.IPV6, int(is_v6))
@@ -113,6 +113,7 @@ class Gate:
         try:
             socket.bind(f"tcp://[{self._address}]:*" if is_v6 else f"tcp://{self._address}:*")
         except zmq.ZMQError as error:
+            socket.close()
             raise ConfigError(
                 f"can't listen on {self._address}: {error.strerror}; give an address of this host that the other "
                 "hosts reach"

@@ -19,7 +19,7 @@ from .errors import ConfigError, ProtocolError
 
 SECRET_VARIABLE = "STEPCAST_SECRET"  # noqa: S105 - where it is, not what it is
 MIN_SECRET_BYTES = 16
-#: No record is larger; a larger one is refused unread.
+#: No record is larger, and no more of one is read.
 MAX_RECORD_BYTES = 1 << 16
 
 _VERSION = 1
@@ -91,9 +91,7 @@ def open_sealed(secret: Secret, role: str, context: Sequence[str | int], record:
     """
     what = f"the record of {role} for {_spell(context)}"
     try:
-        if len(record) > MAX_RECORD_BYTES:
-            raise ValueError(f"{len(record)} bytes")
-        body, _ = msgpack.unpackb(record)
+        body, _ = msgpack.unpackb(record[:MAX_RECORD_BYTES])
         said = msgpack.unpackb(body)
         version, of_role, of_context, payload = said
         genuine = hmac.compare_digest(_record(secret, said), record)
