@@ -208,6 +208,7 @@ class CurveSocket:
         deadline = time.monotonic() + timeout_s
         while True:
             self._look()
+            self._socket.getsockopt(zmq.EVENTS)  # this thread subscribes again, and does so when it asks
             if not self._ended:
                 return
             left_s = deadline - time.monotonic()

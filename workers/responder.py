@@ -84,9 +84,7 @@ class Responder(threading.Thread):
     def _run(self) -> None:
         connected = True
         while True:
-            if self._must_stop(connected):
-                return
-            # The descriptor may have called for nothing, and libzmq's calls but once: the socket itself knows.
+            # The descriptor may call for nothing, and libzmq's calls but once: the socket itself is asked, and first.
             if not connected:
                 connected = self._reconnect()
             elif self._control.socket.poll(0):
@@ -95,6 +93,8 @@ class Responder(threading.Thread):
                 # The loop thread may be in a collective or in user code that never returns: nothing is left to
                 # finish for, so the process ends here and now.
                 os._exit(EXIT_DRIVER_GONE)
+            if self._must_stop(connected):
+                return
 
     def _must_stop(self, connected: bool) -> bool:  # noqa: FBT001 - private, and there is only this one
         """Wait until something has come or is due. Returns whether it was `stop`."""

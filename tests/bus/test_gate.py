@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -69,7 +69,7 @@ def stranger(rig: Rig, driver: Driver, kind: int, keys: RankKeys | None, endpoin
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_steps_and_replies_pass_in_both_directions(rig: Rig, address: str) -> None:
     """From the handshake on, one rank over ipc and one over tcp, with buffers."""
-    if address == "::1" and not os.path.exists("/proc/net/if_inet6"):
+    if address == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this host has no IPv6")
     driver = Driver(rig, address=address)
     keys = admitted(driver.gate, 1)
@@ -195,10 +195,8 @@ def test_a_rank_of_another_name_is_dropped(driver: Driver, rig: Rig, caplog: pyt
     rig.sender(1, endpoint=driver.reply_endpoint, keys=keys).send(Kind.ALIVE)
     assert read(driver.reader).header.rank == 1
     assert driver.reader.dropped == {"impostor": 3}
-    assert [record.getMessage() for record in caplog.records] == [
-        "dropped a message on the reply endpoint: rank 1's connection brought one that claims to be rank 0's "
-        "(later ones are only counted)"
-    ]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "rank 1's connection brought one that claims to be rank 0's (later ones are only counted)" in line
 
 
 def test_an_impostor_does_not_prolong_a_wait(driver: Driver, rig: Rig) -> None:
@@ -220,7 +218,7 @@ def test_bytes_of_a_rank_that_are_no_message_are_dropped_as_foreign(driver: Driv
 
 
 def test_ipc_stays_without_keys(driver: Driver, rig: Rig) -> None:
-    """libzmq gives each endpoint the options of the moment of its binding; the gate is asked for none on ipc."""
+    """Each endpoint has the options of the moment of its binding; the gate is asked for none on ipc."""
     near = rig.steps()
     greet(driver.publisher, near)
     rig.sender().send(Kind.HELLO)
