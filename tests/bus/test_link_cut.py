@@ -35,14 +35,14 @@ class Hosts:
     rank: str
     interface: str
 
-    def start(self, stack: ExitStack, name: str, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, stack: ExitStack, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Run the script in one of them."""
         process = stack.enter_context(
             subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, str(SCRIPT), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                bufsize=0,
             )
         )
         stack.callback(process.kill)
@@ -72,17 +72,16 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def hear(process: subprocess.Popen[str]) -> str:
+def hear(process: subprocess.Popen[bytes]) -> str:
     """The next line that a process says, which must come soon."""
     assert process.stdout is not None
     assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says nothing"
-    return process.stdout.readline().strip()
+    return process.stdout.readline().decode().strip()
 
 
-def tell(process: subprocess.Popen[str], line: str) -> None:
+def tell(process: subprocess.Popen[bytes], line: str) -> None:
     assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
+    process.stdin.write(line.encode() + b"\n")
 
 
 def test_a_link_that_is_cut_for_a_while_loses_nothing(hosts: Hosts) -> None:
@@ -93,9 +92,13 @@ def test_a_link_that_is_cut_for_a_while_loses_nothing(hosts: Hosts) -> None:
         tell(rank, hear(driver))
         tell(driver, hear(rank))
         for step in range(1, CUT_AFTER + 1):
+            tell(driver, "next")
             assert hear(driver) == f"answered {step}"
         ip("-n", hosts.driver, "link", "set", hosts.interface, "down")
+        for _ in range(CUT_AFTER, STEPS):
+            tell(driver, "next")
         time.sleep(CUT_S)  # that is how long it is cut
+        assert not select.select([driver.stdout], [], [], 0)[0], "a step went over a link that is cut"
         ip("-n", hosts.driver, "link", "set", hosts.interface, "up")
         for step in range(CUT_AFTER + 1, STEPS + 1):
             assert hear(driver) == f"answered {step}"
