@@ -82,7 +82,7 @@ class CurveSocket:
         self._plain_send = plain_send(self._socket)
 
     def _set_up(self, keys: RankKeys, *, is_push: bool) -> None:
-        options = {
+        options: dict[int, int | bytes] = {
             zmq.CURVE_SERVERKEY: keys.server,
             zmq.CURVE_PUBLICKEY: keys.public,
             zmq.CURVE_SECRETKEY: keys.secret,

@@ -19,6 +19,8 @@ from .sockets import plain_send
 
 #: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
 _HIGH_WATER_SLACK = 64
+#: What comes over tcp is a handshake's commands and subscriptions: nothing larger is allocated for a stranger.
+_MAX_SUBSCRIPTION_BYTES = 1024
 
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _BUFFERS = int(Flag.BUFFERS)
@@ -88,7 +90,10 @@ class Publisher:
         self._socket.bind(endpoint)
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._gate = gate
-        self.tcp_endpoint = None if gate is None else gate.bind(self._socket)
+        self.tcp_endpoint: str | None = None
+        if gate is not None:
+            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
+            self.tcp_endpoint = gate.bind(self._socket)
         self.present: set[int] = set()
         self._plain_send = plain_send(self._socket)
 
