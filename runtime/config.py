@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +15,8 @@ import msgpack
 from stepcast.bus.errors import ConfigError
 from stepcast.workers.base import Worker
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .config_sources import from_environment, from_file
 
-ENVIRONMENT_PREFIX = "STEPCAST_"
 BACKENDS = ("mp", "torchrun", "ray", "uni")
 START_METHODS = ("spawn", "fork", "forkserver")
 RESTARTS = ("never", "on_failure")
@@ -30,6 +24,7 @@ KEEPALIVES = ("bus", "collective")
 LOG_FORMATS = ("console", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MIB = 1 << 20
+_LOST_INTERVALS = 5
 #: The kernel's and ZeroMQ's waits are told in milliseconds, as C ints.
 _MAX_SECONDS = 2_000_000
 
@@ -78,6 +73,12 @@ class ExecutorConfig:
         unresponsive_timeout_s: how long a rank may leave heartbeats unanswered that is stopped, or does not compute, by
             what the kernel says; past it the group ends. None: it only shows in `health()`, and a step's limit ends the
             group. At least three heartbeat intervals.
+        lost_timeout_s: how long a rank on another host may leave heartbeats unanswered until it is taken for lost, and
+            be without a word of the driver until it ends. At least three heartbeat intervals; None for five.
+        secret_file: a file with the secret that the hosts of a group under torchrun share, at least 16 bytes, readable
+            by its owner alone; None for the variable STEPCAST_SECRET. Needed for more than one host.
+        address: the address of the driver's host at which ranks of other hosts reach it; None chooses: under torchrun
+            the one from which its store is reached.
         probe_interval_s: how often the driver publishes PROBE at first; it slows down to once a second.
         reply_timeout_s: how long a worker's reply may wait for the driver to read it; past it the worker ends.
         stop_timeout_s: after STOP, how long the workers have to finish; past it they get SIGTERM.
@@ -128,6 +129,9 @@ class ExecutorConfig:
     failure_grace_s: float = 0.5
     heartbeat_interval_s: float = 2.0
     unresponsive_timeout_s: float | None = None
+    lost_timeout_s: float | None = None
+    secret_file: str | None = None
+    address: str | None = None
     probe_interval_s: float = 0.02
     reply_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
@@ -175,12 +179,12 @@ class ExecutorConfig:
             )
         if self.backend == "uni":
             self._check_uni()
-        limit_s = self.unresponsive_timeout_s
-        if limit_s is not None and _is_less(limit_s, 3 * self.heartbeat_interval_s):
-            raise ConfigError(
-                f"unresponsive_timeout_s={self.unresponsive_timeout_s!r}: must be at least 3 times "
-                f"heartbeat_interval_s={self.heartbeat_interval_s!r}"
-            )
+        for name in ("unresponsive_timeout_s", "lost_timeout_s"):
+            limit_s = getattr(self, name)
+            if limit_s is not None and _is_less(limit_s, 3 * self.heartbeat_interval_s):
+                raise ConfigError(
+                    f"{name}={limit_s!r}: must be at least 3 times heartbeat_interval_s={self.heartbeat_interval_s!r}"
+                )
         interval_s = self.keepalive_every * self.heartbeat_interval_s
         if self.keepalive == "collective" and _is_less(self.collective_timeout_s, 3 * interval_s):
             raise ConfigError(
@@ -242,6 +246,11 @@ class ExecutorConfig:
             )
         return backend
 
+    @property
+    def resolved_lost_timeout_s(self) -> float:
+        """`lost_timeout_s`, in seconds, where it is not set as well."""
+        return self.lost_timeout_s or _LOST_INTERVALS * self.heartbeat_interval_s
+
     @classmethod
     def load(
         cls,
@@ -267,13 +276,13 @@ class ExecutorConfig:
             ConfigError: the file can't be read, or a setting is unknown or wrong.
         """
         settings = dict(defaults or {})
-        settings.update(_from_file(path) if path is not None else {})
-        settings.update(_from_environment(os.environ if environ is None else environ))
+        settings.update(from_file(path) if path is not None else {})
+        types = {each.name: str(each.type) for each in fields(cls)}
+        settings.update(from_environment(os.environ if environ is None else environ, types))
         settings.update(overrides)
-        known = {each.name for each in fields(cls)}
-        unknown = sorted(set(settings) - known)
+        unknown = sorted(set(settings) - set(types))
         if unknown:
-            raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(types))}")
         return cls(**settings)
 
     def replace(self, **changes: Any) -> ExecutorConfig:
@@ -291,46 +300,6 @@ class ExecutorConfig:
 def _is_less(seconds: float, limit_s: float) -> bool:
     """Compare two settings as they were written: 0.3 is 3 times 0.1."""
     return seconds < limit_s and not math.isclose(seconds, limit_s)
-
-
-def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise ConfigError(f"the configuration file {os.fspath(path)} can't be read: {problem}") from None
-    table = document.get("stepcast", document)
-    if not isinstance(table, dict):
-        raise ConfigError(f"{os.fspath(path)}: [stepcast] must be a table")
-    return dict(table)
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    types = {each.name: str(each.type) for each in fields(ExecutorConfig)}
-    settings: dict[str, Any] = {}
-    for variable, text in environ.items():
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        # Other STEPCAST_ variables belong to the embedder, or to other parts.
-        if not variable.startswith(ENVIRONMENT_PREFIX) or name not in types:
-            continue
-        if "Mapping" in types[name]:
-            raise ConfigError(f"{variable}: {name} can't be given by the environment; use a file or an argument")
-        settings[name] = _parse(variable, types[name], text)
-    return settings
-
-
-def _parse(variable: str, type_name: str, text: str) -> Any:
-    converters: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _parse_bool}
-    try:
-        return converters.get(type_name.removesuffix(" | None"), str)(text)
-    except ValueError:
-        raise ConfigError(f"{variable}={text!r}: must be of type {type_name}") from None
-
-
-def _parse_bool(text: str) -> bool:
-    value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
-    if value is None:
-        raise ValueError(text)
-    return value
 
 
 def _check_type(name: str, type_name: str, value: Any) -> None:

@@ -76,7 +76,7 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
     """
     exit_code = _known_exit_code(process)
     return WorkerLost(
-        f"rank {process.rank} (pid {process.pid}) {describe_exit(exit_code)} while in phase {phase}, "
+        f"rank {process.rank} ({process.place}) {describe_exit(exit_code)} while in phase {phase}, "
         f"{silent_for_s:.2f} s after its last message"
         f"{_last_lines(process.rank, stderr)}",
         rank=process.rank,
@@ -98,9 +98,50 @@ def unresponsive(process: WorkerProcess, phase: str, silent_for_s: float, limit_
         reason: how it is doing, in words.
     """
     return WorkerLost(
-        f"rank {process.rank} (pid {process.pid}) has answered no heartbeat for {silent_for_s:.2f} s, over "
+        f"rank {process.rank} ({process.place}) has answered no heartbeat for {silent_for_s:.2f} s, over "
         f"unresponsive_timeout_s={limit_s:g} s, in phase {phase}: {reason}; the stacks of all ranks are in the "
         "log",
+        rank=process.rank,
+        pid=process.pid,
+        exit_code=None,
+        phase=phase,
+        silent_for_s=silent_for_s,
+    )
+
+
+def absent(process: WorkerProcess, phase: str, silent_for_s: float, absent_s: float) -> WorkerLost:
+    """The connection of a rank on another host has ended, and has not come back.
+
+    Args:
+        process: the process.
+        phase: what it was doing.
+        silent_for_s: seconds since its last message.
+        absent_s: seconds since the connection ended.
+    """
+    return WorkerLost(
+        f"rank {process.rank} ({process.place}) has gone while in phase {phase}: its connection ended {absent_s:.2f} s "
+        "ago, as its process or its host does, and did not come back; look there why",
+        rank=process.rank,
+        pid=process.pid,
+        exit_code=None,
+        phase=phase,
+        silent_for_s=silent_for_s,
+    )
+
+
+def silent(process: WorkerProcess, phase: str, silent_for_s: float, limit_s: float) -> WorkerLost:
+    """A rank on another host has not been heard for too long.
+
+    Args:
+        process: the process.
+        phase: what it was doing, as far as is known.
+        silent_for_s: seconds for which it has answered no heartbeat.
+        limit_s: the limit.
+    """
+    return WorkerLost(
+        f"rank {process.rank} ({process.place}) is lost: it has answered no heartbeat for {silent_for_s:.2f} s, over "
+        f"lost_timeout_s={limit_s:g} s, in phase {phase}: the link or the host is down, or native code there holds the "
+        "interpreter's lock; look at both",
         rank=process.rank,
         pid=process.pid,
         exit_code=None,
@@ -172,7 +213,7 @@ def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
     """
     rank, exit_code = process.rank, _known_exit_code(process)
     return StartupError(
-        f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its "
+        f"rank {rank} ({process.place}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its "
         f"last lines{_last_lines(rank, stderr)}",
         ranks=[rank],
         phases={rank: phase},
@@ -197,48 +238,6 @@ def start_timed_out(limit_s: float, phases: Mapping[int, str], stderr: Mapping[i
         ranks=list(phases),
         phases=phases,
         stderr=stderr,
-    )
-
-
-def never_came(ranks: Sequence[int], limit_s: float) -> StartupError:
-    """Ranks that torchrun has started have not built their executor.
-
-    Args:
-        ranks: the ranks.
-        limit_s: how long they were waited for.
-    """
-    return StartupError(
-        f"rank {_join(ranks)}: not there within startup_timeout_s={limit_s:g} s: torchrun has started the process, and "
-        "it has not built its Executor: every rank's program must, with the same settings; look at its output",
-        ranks=ranks,
-        phases=dict.fromkeys(ranks, "spawning"),
-    )
-
-
-def other_settings(rank: int, names: Sequence[str]) -> StartupError:
-    """A rank that torchrun has started was given other settings than the driver.
-
-    Args:
-        rank: the rank.
-        names: the settings that differ.
-    """
-    return StartupError(
-        f"rank {rank} was given other settings than rank 0: {', '.join(names)}: every rank's program must build its "
-        "Executor with the same ones",
-        ranks=[rank],
-        phases={rank: "spawning"},
-    )
-
-
-def driver_never_came(rank: int, why: str) -> StartupError:
-    """The driver of the group that this rank is to serve is not there.
-
-    Args:
-        rank: this rank.
-        why: what is known of it.
-    """
-    return StartupError(
-        f"rank {rank} has no group to serve: its driver, rank 0, {why}", ranks=[rank], phases={rank: "spawning"}
     )
 
 

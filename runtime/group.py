@@ -13,16 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
-import zmq
-
-from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import ProtocolError, StepcastError
 from stepcast.bus.frames import Flag, Kind
 from stepcast.bus.liveness import HeartbeatTimer
-from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.replies import Reply
 from stepcast.bus.verdicts import Verdict
-from stepcast.workers.loop import MAX_FAILURE_BYTES
 
 from . import failures
 from .config import ExecutorConfig
@@ -31,6 +26,7 @@ from .inbox import Inbox
 from .launch.process import WorkerProcess
 from .pending import PendingTable
 from .pump import Pump
+from .sockets import DriverSockets
 from .state import GroupState, Life, can_change
 from .step import Pending, Request, StepFuture
 from .vitals import Vitals
@@ -45,7 +41,7 @@ class Group:
 
     Args:
         config: the settings.
-        directory: the run's private directory.
+        sockets: the driver's ends of the bus, which it closes.
         life: run id, epoch and first step.
         watch: has the monitor watch the reply socket's descriptor, or not.
         wake_monitor: makes the monitor look at everything once.
@@ -63,7 +59,7 @@ class Group:
     def __init__(
         self,
         config: ExecutorConfig,
-        directory: RunDirectory,
+        sockets: DriverSockets,
         life: Life,
         *,
         watch: Callable[[bool], None],
@@ -85,24 +81,8 @@ class Group:
         self._takes_steps = False
         self._max_bytes = min(config.max_message_bytes, config.max_in_flight_bytes)
         self._closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.publisher = Publisher(
-            self._context,
-            directory.endpoint("publish"),
-            run_id=life.run_id,
-            epoch=self.epoch,
-            world_size=config.world_size,
-            max_in_flight=config.max_in_flight,
-            max_in_flight_bytes=config.max_in_flight_bytes,
-        )
-        self.replies = ReplyReader(
-            self._context,
-            directory.endpoint("replies"),
-            run_id=life.run_id,
-            epoch=self.epoch,
-            world_size=config.world_size,
-            max_message_bytes=max(config.max_message_bytes, MAX_FAILURE_BYTES),
-        )
+        self.sockets = sockets
+        self.publisher, self.replies = sockets.publisher, sockets.replies
         now = clock()
         self.heartbeat = HeartbeatTimer(config.heartbeat_interval_s, now)
         self.pending = PendingTable(config.world_size, config.failure_grace_s)
@@ -308,9 +288,7 @@ class Group:
         self.pump.close(self.config.kill_timeout_s)
         with self.lock:
             self._closed = True
-            self.publisher.close()
-            self.replies.close()
-        self._context.term()
+            self.sockets.close()
 
     def _submit(self, request: Request, *, with_future: bool) -> Pending:
         entry = self._try_submit(request, with_future=with_future)

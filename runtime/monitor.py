@@ -26,12 +26,14 @@ from .ending import Escalation
 from .group import Group
 from .inbox import Broken
 from .keepalive import KeepalivePacer
+from .launch.attached import RemoteProcess
 from .launch.launcher import Launcher
 from .launch.process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .news import FailureNews
 from .output import OutputRelay
 from .parent_watch import ParentWatch
 from .pump import MONITOR_LOOK_S
+from .sockets import DriverSockets
 from .state import GroupState, Life
 from .straggler import StragglerWatch
 
@@ -87,7 +89,8 @@ class Monitor(threading.Thread):
         self._wake_lock = threading.RLock()  # a finalizer may come in between
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self.group = Group(config, directory, life, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
+        sockets = DriverSockets(config, directory, life, launcher.address)
+        self.group = Group(config, sockets, life, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)
         self._straggler = StragglerWatch(config.heartbeat_interval_s, self.group.pending.straggler)
@@ -105,6 +108,7 @@ class Monitor(threading.Thread):
         self._stop_wanted = self._kill_wanted = self._killing = self._terminated = False
         self._escalation = Escalation(config)
         self._sentinels: dict[int, WorkerProcess] = {}
+        self._unwatched = False  # the kernel has no pidfd
         self._buried: set[int] = set()
 
     # Called by other threads.
@@ -168,15 +172,18 @@ class Monitor(threading.Thread):
             self.group.change(GroupState.STARTING)
         self._relay.start()
         try:
-            processes = self._launcher.launch(lambda: self._stop_wanted)
+            processes = self._launcher.launch(self.group.sockets, lambda: self._stop_wanted)
         except StartupError as error:
             self._fail(error)
             return
         for process in processes:
             self._relay.add(process)
+            if isinstance(process, RemoteProcess):
+                process.publish = self.group.control
             if process.sentinel is not None:
                 self._epoll.register(process.sentinel, select.EPOLLIN)
                 self._sentinels[process.sentinel] = process
+            self._unwatched |= process.sentinel is None and process.is_local
         with self.group.lock:
             self.group.processes = processes
             self.group.vitals.watch(processes)
@@ -192,7 +199,7 @@ class Monitor(threading.Thread):
         return not left or self._escalation.patience_ended
 
     def _may_be_dead(self, ready: set[int]) -> bool:
-        if len(self._sentinels) < len(self.group.processes) or not ready.isdisjoint(self._sentinels):
+        if self._unwatched or not ready.isdisjoint(self._sentinels):
             return True
         return not self.group.inbox.said_bye <= self._buried
 
@@ -278,9 +285,8 @@ class Monitor(threading.Thread):
             self.group.heartbeat.sent(now)
 
     def _judge_silence(self, now: float) -> None:
-        lost = self.group.vitals.find_lost(now)
+        lost, self._stuck = self.group.vitals.find_lost(now)
         if lost is not None:
-            self._stuck = True
             self.group.fail(lost)
 
     def _greet(self, now: float) -> None:
@@ -349,7 +355,7 @@ class Monitor(threading.Thread):
                 due += [] if self.group.inbox.all_greeted else [self._next_probe]
             if state.accepts_steps and (deadline := self.group.pending.next_deadline()) is not None:
                 due.append(deadline)
-            if any(each.sentinel is None and each.rank not in self._buried for each in self.group.processes):
+            if self._unwatched:
                 due.append(now + _NO_PIDFD_POLL_S)
         return max(0.0, min(due, default=now) - now)
 

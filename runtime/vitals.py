@@ -22,6 +22,10 @@ from .step import Pending
 
 #: Samples of a silent process that are kept; they are half a heartbeat interval apart.
 _SAMPLES = 3
+#: How often it is looked whether the connections of ranks on other hosts are there, in seconds.
+_REMOTE_LOOK_S = 0.05
+#: A connection that ends is restored within that time, unless the process at its other end has gone.
+_ABSENCE_S = 1.0
 #: A look may come that much early, and still be worth a sample.
 _EARLY = 0.8
 
@@ -49,6 +53,7 @@ class Vitals:
     ) -> None:
         self._interval_s = config.heartbeat_interval_s
         self._limit_s = config.unresponsive_timeout_s
+        self._lost_limit_s = config.resolved_lost_timeout_s
         self._inbox = inbox
         self._publisher = publisher
         self._pending = pending
@@ -60,6 +65,8 @@ class Vitals:
         self._asking = False
         self._silences = [Silence(self._interval_s) for _ in ranks]
         self._samples: list[deque[procfs.Sample]] = [deque(maxlen=_SAMPLES) for _ in ranks]
+        self._remote: Sequence[WorkerProcess] = ()
+        self._absent_since: dict[int, float] = {}
         self._stuck: set[int] = set()
         self._red: set[int] = set()
 
@@ -70,12 +77,14 @@ class Vitals:
 
     @property
     def look_s(self) -> float | None:
-        """Seconds until the next look is due; None where every rank has answered."""
-        return self._silences[0].look_s if self._asking else None
+        """Seconds until the next look is due; None where every rank has answered, and is on this host."""
+        look_s = self._silences[0].look_s if self._asking else None
+        return min(look_s or _REMOTE_LOOK_S, _REMOTE_LOOK_S) if self._remote else look_s
 
     def watch(self, processes: Sequence[WorkerProcess]) -> None:
         """Take the ranks' processes, once they are started."""
         self._processes = processes
+        self._remote = [process for process in processes if not process.is_local]
         self._pids.update({process.rank: process.pid for process in processes})
 
     def asked(self, now: float) -> None:
@@ -96,7 +105,8 @@ class Vitals:
             silence.look(now, told.last_heard)
         self._asking = any(silence.unanswered for silence in self._silences)
         for process in self._processes:
-            self._sample(process, now)
+            if process.is_local:
+                self._sample(process, now)
 
     def _sample(self, process: WorkerProcess, now: float) -> None:
         silence, samples = self._silences[process.rank], self._samples[process.rank]
@@ -107,32 +117,52 @@ class Vitals:
         if now - last_at >= _EARLY * silence.look_s and (sample := self._read(process.pid, now)) is not None:
             samples.append(sample)
 
-    def find_lost(self, now: float) -> WorkerLost | None:
-        """Log which ranks have begun, or ceased, to be stopped or unresponsive; judge who has been so for too long.
+    def find_lost(self, now: float) -> tuple[WorkerLost | None, bool]:
+        """Judge who has been gone, stopped, unresponsive or silent for too long, and log who begins or ceases to be.
 
         Args:
             now: the clock's reading.
 
         Returns:
-            The error for `unresponsive_timeout_s`; None where it has not passed.
+            The error that ends the group, None where no limit has passed; and whether it is for a process that may
+            still be there, so that its stacks are wanted.
         """
-        if not (self._asking or self._red):
-            return None
+        if self._remote and (absent := self._find_absent(now)) is not None:
+            return absent, False
+        silent = self._find_silent(now) if self._asking or self._red else None
+        return silent, silent is not None
+
+    def _find_absent(self, now: float) -> WorkerLost | None:
+        for process in self._remote:
+            rank = process.rank
+            if rank in self._publisher.present:
+                self._absent_since.pop(rank, None)
+                continue
+            since = self._absent_since.setdefault(rank, now)
+            if now - since >= _ABSENCE_S:
+                silent_for_s = now - self._inbox.liveness[rank].last_heard
+                return failures.absent(process, str(self._inbox.phase(rank)), silent_for_s, now - since)
+        return None
+
+    def _find_silent(self, now: float) -> WorkerLost | None:
         for process in self._processes:
             rank = process.rank
             verdict = self.verdict(rank, now)
-            if verdict not in (Verdict.STOPPED, Verdict.UNRESPONSIVE):
+            if verdict not in (Verdict.STOPPED, Verdict.UNRESPONSIVE, Verdict.LOST):
                 if rank in self._red:
                     self._red.discard(rank)
-                    _log.info("rank %d (pid %d) goes on: %s", rank, process.pid, verdict)
+                    _log.info("rank %d (%s) goes on: %s", rank, process.place, verdict)
                 continue
             silent_s = self._silences[rank].silent_s
             phase, detail = str(self._inbox.phase(rank)), self.detail(rank, verdict, now)
             if rank not in self._red:
                 self._red.add(rank)
-                message = "rank %d (pid %d) is %s in phase %s, and has answered no heartbeat for %.2f s: %s"
-                _log.warning(message, rank, process.pid, verdict, phase, silent_s, detail)
-            if self._limit_s is not None and silent_s >= self._limit_s:
+                message = "rank %d (%s) is %s in phase %s, and has answered no heartbeat for %.2f s: %s"
+                _log.warning(message, rank, process.place, verdict, phase, silent_s, detail)
+            if verdict is Verdict.LOST:
+                if silent_s >= self._lost_limit_s:
+                    return failures.silent(process, phase, silent_s, self._lost_limit_s)
+            elif self._limit_s is not None and silent_s >= self._limit_s:
                 return failures.unresponsive(process, phase, silent_s, self._limit_s, f"{verdict}: {detail}")
         return None
 
@@ -163,6 +193,7 @@ class Vitals:
             silent=silence.is_silent,
             activity=procfs.activity(self._samples[rank]) if silence.unanswered else None,
             interval_s=self._interval_s,
+            local=all(process.rank != rank for process in self._remote),
         )
         return Verdict.STUCK if rank in self._stuck and verdict is not Verdict.GONE else verdict
 

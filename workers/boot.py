@@ -188,7 +188,8 @@ class _Rank:
             keys=boot.curve,
         )
         # The responder watches the driver's life, and never waits for a connection.
-        self._responder = Responder(control, self._reply_sender(0.0), self._board, self._watch)
+        driver_timeout_s = None if boot.curve is None else boot.driver_timeout_s
+        self._responder = Responder(control, self._reply_sender(0.0), self._board, self._watch, driver_timeout_s)
 
     def _live(self) -> int:
         boot = self._boot

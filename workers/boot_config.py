@@ -23,9 +23,10 @@ class BootConfig:
         publish_endpoint: the driver's PUB socket.
         reply_endpoint: the driver's PULL socket.
         max_message_bytes: the largest frame that is accepted.
-        driver_pid: the driver's process id.
-        driver_start_time: the driver's start time in clock ticks after boot, which tells it from a later process with
-            the same id.
+        driver_pid: the driver's process id; where it is on another host, that of the process here with which the rank
+            shall end.
+        driver_start_time: that process's start time in clock ticks after boot, which tells it from a later one with the
+            same id.
         die_with_driver: whether the kernel may be asked to kill this process when the thread that started it ends.
         startup_timeout_s: the longest to wait for the driver's handshake.
         reply_timeout_s: the longest that a reply may wait for the driver to read it.
@@ -37,6 +38,7 @@ class BootConfig:
         check_collectives: whether the worker's collectives are counted.
         keepalive: as in `ExecutorConfig`.
         curve: the keys for a driver on another host, whose endpoints are ``tcp://``; None for one on this host.
+        driver_timeout_s: how long the rank may be without a word of a driver on another host; past it the rank ends.
         arguments: the driver's `sys.argv`: a script that is loaded for its worker class may read them.
     """
 
@@ -66,6 +68,7 @@ class BootConfig:
     log_level: str
     check_collectives: bool
     keepalive: str
+    driver_timeout_s: float
     arguments: Sequence[str]
     options: Mapping[str, Any] = field(default_factory=dict)
     curve: RankKeys | None = field(default=None, repr=False)

@@ -15,7 +15,6 @@ from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase, TailGap
 from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber
-from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
 
 from .board import Board
 from .death_watch import DriverWatch
@@ -44,17 +43,27 @@ class Responder(threading.Thread):
         control: the control socket; this thread closes it.
         replies: a reply socket; this thread closes it.
         board: what the loop thread is doing.
-        watch: the driver's death watch; this thread closes it.
+        watch: the driver's death watch; this thread closes it. For a driver on another host it watches another process.
+        driver_timeout_s: how long a driver on another host may be silent; past it the process ends. None where it is on
+            this host, and the watch tells.
     """
 
-    def __init__(self, control: ControlSubscriber, replies: ReplySender, board: Board, watch: DriverWatch) -> None:
+    def __init__(
+        self,
+        control: ControlSubscriber,
+        replies: ReplySender,
+        board: Board,
+        watch: DriverWatch,
+        driver_timeout_s: float | None = None,
+    ) -> None:
         super().__init__(name="stepcast-responder", daemon=True)
         self._control = control
         self._replies = replies
         self._board = board
         self._watch = watch
         self._tail = TailGap()
-        self._lost_at = 0.0
+        self._driver_timeout_s = driver_timeout_s
+        self._heard_ns = time.monotonic_ns()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
     def run(self) -> None:
@@ -93,6 +102,8 @@ class Responder(threading.Thread):
                 # The loop thread may be in a collective or in user code that never returns: nothing is left to
                 # finish for, so the process ends here and now.
                 os._exit(EXIT_DRIVER_GONE)
+            if self._driver_timeout_s is not None:
+                self._judge_silence(self._driver_timeout_s)
             if self._must_stop(connected):
                 return
 
@@ -111,16 +122,23 @@ class Responder(threading.Thread):
         ready = poller.poll(min(intervals_s) * 1000 if intervals_s else None)
         return any(fd == self._wake for fd, _ in ready)
 
+    def _judge_silence(self, timeout_s: float) -> None:
+        # While there are steps, a driver sends no heartbeats.
+        silent_s = (time.monotonic_ns() - max(self._heard_ns, self._board.status.since_ns)) / 1e9
+        if silent_s >= timeout_s:
+            # The loop thread may be in a collective with ranks that have gone as well.
+            _log.error(
+                "this rank ends: nothing has come from the driver for %.2f s, over lost_timeout_s=%g s: the link or "
+                "the driver's host is down, or the driver was stopped",
+                silent_s,
+                timeout_s,
+            )
+            os._exit(EXIT_LINK_LOST)
+
     def _reconnect(self) -> bool:
         try:
             self._control.socket.reconnect(0.0)
-        except OSError as error:
-            is_remote = self._control.socket.look_interval_s is not None
-            if is_remote and time.monotonic() - self._lost_at >= RECONNECT_TIMEOUT_S:
-                # The watch is over this host. That the driver's has gone shows in nothing else, and the loop thread may
-                # be in a collective.
-                _log.error("this rank ends after %g s without a connection: %s", RECONNECT_TIMEOUT_S, error)
-                os._exit(EXIT_LINK_LOST)
+        except OSError:
             return False
         return True
 
@@ -131,7 +149,6 @@ class Responder(threading.Thread):
             while self._control.socket.has_unread:
                 self._answer()
         except ConnectionError:
-            self._lost_at = time.monotonic()
             return False
         return True
 
@@ -140,6 +157,7 @@ class Responder(threading.Thread):
         if message is None:
             return
         header = message.header
+        self._heard_ns = time.monotonic_ns()
         if header.kind == Kind.HEARTBEAT:
             self._answer_heartbeat(header.sequence)
         elif header.kind == Kind.PROBE:
@@ -149,7 +167,7 @@ class Responder(threading.Thread):
             self._board.aborted.add(header.step)
         elif header.kind == Kind.RESUME:
             self._board.resume(header.step)
-        elif header.kind == Kind.DUMP:
+        elif header.kind == Kind.DUMP and self._driver_timeout_s is not None:  # else the driver sends the signal itself
             os.kill(os.getpid(), DUMP_SIGNAL)
         elif header.kind == Kind.STOP_NOW:
             os._exit(EXIT_STOPPED_NOW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import msgpack
 
 from stepcast.bus.errors import ConfigError, ProtocolError, StartupError
+from stepcast.bus.secret import SECRET_VARIABLE, Secret, open_sealed, read_secret, seal
 from stepcast.runtime.config import ExecutorConfig
 
 #: How often a key that is not there yet is looked for.
@@ -89,6 +91,54 @@ def is_follower(config: ExecutorConfig) -> bool:
     return config.resolved_backend == "torchrun" and Place.of_this_process().rank != 0
 
 
+def shared_secret(config: ExecutorConfig, place: Place) -> Secret | None:
+    """Read the secret that the hosts of a group share.
+
+    Args:
+        config: the settings.
+        place: this process's place.
+
+    Returns:
+        The secret; None for a group of one host, which goes without.
+
+    Raises:
+        ConfigError: there is none, or none that will do.
+    """
+    if place.group_world_size == 1:
+        return None
+    secret = read_secret(config.secret_file)
+    if secret is None:
+        raise ConfigError(
+            f"torchrun has started ranks on {place.group_world_size} hosts, and whoever reaches its store could pass "
+            f"for one of them: give every host the same secret, by secret_file or by {SECRET_VARIABLE}"
+        )
+    return secret
+
+
+def address_towards(host: str, port: int) -> str:
+    """Find the address of this host from which another one is reached.
+
+    Args:
+        host, port: of the other one.
+
+    Returns:
+        The address.
+
+    Raises:
+        ConfigError: there is no way to it.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # of a datagram socket: nothing is sent
+            address: str = probe.getsockname()[0]
+    except OSError as problem:
+        raise ConfigError(
+            f"no address of this host is known from which {host} is reached: {problem}: set address"
+        ) from problem
+    return address
+
+
 class AgentStore:
     """The part of the agent's store that belongs to one group.
 
@@ -96,6 +146,7 @@ class AgentStore:
         place: this process's place.
         group: the number of the group among those that its program makes, from 1.
         timeout_s: the longest that an operation may take, in seconds.
+        secret: seals the records, where several hosts share the store; None for a group of one host.
 
     Attributes:
         prefix: what is in front of each key of the group.
@@ -104,7 +155,7 @@ class AgentStore:
         StartupError: the agent's store can't be reached.
     """
 
-    def __init__(self, place: Place, group: int, timeout_s: float) -> None:
+    def __init__(self, place: Place, group: int, timeout_s: float, secret: Secret | None = None) -> None:
         from torch.distributed import PrefixStore, TCPStore  # noqa: PLC0415 - torch, which a driver goes without else
 
         self.prefix = f"stepcast/{place.run_id}/{place.restart_count}/{group}"
@@ -112,6 +163,7 @@ class AgentStore:
         # The agent serves the store, unless it was told not to: then rank 0 does.
         serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         self._place = place
+        self._secret = secret
         timeout = timedelta(seconds=timeout_s)
         with self._reachable():
             store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True)
@@ -124,8 +176,9 @@ class AgentStore:
             key: its key.
             record: plain MessagePack values.
         """
+        sealed = msgpack.packb(record) if self._secret is None else seal(self._secret, key, (self.prefix,), record)
         with self._reachable():
-            self._store.set(key, msgpack.packb(record))
+            self._store.set(key, sealed)
 
     def take(
         self, keys: Sequence[str], deadline: float, is_cancelled: Callable[[], bool] = lambda: False
@@ -149,11 +202,14 @@ class AgentStore:
             with self._reachable():
                 for key in keys:
                     if key not in found and self._store.check([key]):
-                        found[key] = _unpack(key, self._store.get(key))
+                        found[key] = self._open(key, self._store.get(key))
             if len(found) == len(keys) or is_cancelled() or time.monotonic() >= deadline:
                 return found
             time.sleep(look_s)
             look_s = min(look_s * _LOOK_BACKOFF, _MAX_LOOK_S)
+
+    def _open(self, key: str, data: bytes) -> dict[str, Any]:
+        return _unpack(key, data) if self._secret is None else open_sealed(self._secret, key, (self.prefix,), data)
 
     @contextlib.contextmanager
     def _reachable(self) -> Iterator[None]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import select
 import signal
+from collections.abc import Callable
 
+from stepcast.bus.frames import Kind
 from stepcast.workers.death_watch import DriverWatch, exit_code_of_zombie
+from stepcast.workers.responder import DUMP_SIGNAL
 
 from .process import EXIT_CODE_UNKNOWN, WorkerProcess
 
@@ -53,3 +56,51 @@ class AttachedProcess(WorkerProcess):
     def close(self) -> None:
         self._watch.close()
         self.sentinel = None
+
+
+class RemoteProcess(WorkerProcess):
+    """A process of another host.
+
+    Its kernel tells this one nothing: that it has ended is known when the rank says BYE. Signals become messages on the
+    bus; after SIGKILL nothing more can be done from here, and it counts as ended: it ends by the message, or because it
+    hears nothing of the driver any more.
+
+    Args:
+        rank: the rank.
+        pid: its id there.
+        host: its host, for people.
+    """
+
+    is_local = False
+
+    def __init__(self, rank: int, pid: int, host: str) -> None:
+        super().__init__(rank, pid, None, ())
+        self.host = host
+        self.publish: Callable[[Kind], object] = lambda _: None
+        self._code: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return f"pid {self.pid} on {self.host}"
+
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._code is not None:
+            return
+        if number == DUMP_SIGNAL:
+            self.publish(Kind.DUMP)
+        elif number == signal.SIGKILL:
+            self.publish(Kind.STOP_NOW)
+            self._code = EXIT_CODE_UNKNOWN
+
+    def said_bye(self) -> None:
+        self._code = 0
+
+    def wait(self) -> None:
+        """Nothing can be waited for."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -20,6 +20,7 @@ from typing import IO, Any
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.runtime import failures
 from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.sockets import DriverSockets
 from stepcast.runtime.state import Life
 from stepcast.workers.base import Worker
 from stepcast.workers.boot import run_worker
@@ -61,7 +62,7 @@ class MpLauncher(Launcher):
         if config.start_method != "spawn":
             self._forked = fork(config.start_method, self._boots, self._environments, config.worker)
 
-    def launch(self, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:  # noqa: ARG002 - it does not take long
+    def launch(self, sockets: DriverSockets, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:  # noqa: ARG002 - all on this host, and at once
         """Spawn, unless it has forked."""
         forked, self._forked = self._forked, []
         return forked or spawn_all(self._boots, self._environments)

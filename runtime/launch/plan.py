@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import ConfigError
+from stepcast.bus.keys import RankKeys
 from stepcast.runtime import platforms
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.state import Life
@@ -30,13 +31,16 @@ class Link(NamedTuple):
         publish_endpoint: the driver's PUB socket.
         reply_endpoint: the driver's PULL socket.
         rendezvous: where the ranks' process groups meet.
-        keeper: a process of the rank's host with whose end the rank ends, by its id and start time: the driver.
+        keeper: a process of the rank's host with whose end the rank ends, by its id and start time: the driver, where
+            it is on that host.
+        keys: for a driver on another host.
     """
 
     publish_endpoint: str
     reply_endpoint: str
     rendezvous: str
     keeper: tuple[int, int]
+    keys: RankKeys | None = None
 
     @classmethod
     def on_this_host(cls, directory: RunDirectory, life: Life) -> Link:
@@ -125,6 +129,8 @@ def plan_rank(
         keepalive=config.keepalive,
         arguments=list(sys.argv),
         options=dict(config.worker_options),
+        curve=link.keys,
+        driver_timeout_s=config.resolved_lost_timeout_s,
     )
     return boot if reroute is None else reroute(boot)
 

@@ -25,17 +25,25 @@ class WorkerProcess:
     """One rank's process.
 
     Attributes:
+        is_local: whether it is on this host.
         rank: the rank.
-        pid: its process id.
+        pid: its process id, on its own host.
         sentinel: a descriptor that becomes readable when the process has ended; None where the kernel has none.
         outputs: the read ends of its stdout and stderr; empty where somebody else reads them.
     """
+
+    is_local = True
 
     def __init__(self, rank: int, pid: int, sentinel: int | None, outputs: Sequence[IO[bytes]]) -> None:
         self.rank = rank
         self.pid = pid
         self.sentinel = sentinel
         self.outputs = outputs
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return f"pid {self.pid}"
 
     def exit_code(self) -> int | None:
         """Reap the process where it has ended.

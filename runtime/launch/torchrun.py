@@ -14,23 +14,27 @@ import hashlib
 import itertools
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.bus.errors import ConfigError
-from stepcast.runtime import failures
+from stepcast.bus.errors import ConfigError, StartupError
+from stepcast.bus.gate import Gate
+from stepcast.bus.keys import KeyPair, RankKeys
+from stepcast.runtime import platforms
 from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.sockets import DriverSockets
 from stepcast.runtime.state import Life
 from stepcast.workers.boot import run_worker
 from stepcast.workers.boot_config import BootConfig
 
 from . import mp
-from .agent import AgentStore, Place
-from .attached import AttachedProcess
+from .agent import AgentStore, Place, address_towards, shared_secret
+from .attached import AttachedProcess, RemoteProcess
 from .launcher import Launcher
 from .plan import Link, identity, plan_rank, rank_environment
 from .process import WorkerProcess
@@ -75,7 +79,10 @@ class TorchrunLauncher(Launcher):
         self._config = config
         self._life = life
         self._place = place = fitting_place(config)
-        self._store = AgentStore(place, _next_group(config), config.startup_timeout_s)
+        secret = shared_secret(config, place)
+        self._store = AgentStore(place, _next_group(config), config.startup_timeout_s, secret)
+        if place.group_world_size > 1:
+            self.address = config.address or address_towards(*place.master)
         link = Link.on_this_host(directory, life)
         self._link = link._replace(rendezvous=rendezvous(place, self._store, life.epoch))
         self._boot = plan_rank(
@@ -88,15 +95,14 @@ class TorchrunLauncher(Launcher):
             die_with_driver=True,
         )
 
-    def launch(self, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:
+    def launch(self, sockets: DriverSockets, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:
         """Start rank 0, and wait for what the others leave in the store."""
         deadline = time.monotonic() + self._config.startup_timeout_s
         processes: list[WorkerProcess] = mp.spawn_all([self._boot], [rank_environment(self._config, self._boot)])
         try:
             followers = self._meet(deadline, is_cancelled)
-            for rank, record in followers.items():
-                processes.append(AttachedProcess(rank, (record["pid"], record["start_time"])))
-            self._announce()
+            processes += [self._attach(rank, record, sockets.gate) for rank, record in followers.items()]
+            self._announce(sockets)
         except BaseException as error:
             mp.discard(processes[:1])
             self._store.put(_DRIVER, {"failed": str(error)})  # whoever waits need not wait any longer
@@ -108,24 +114,33 @@ class TorchrunLauncher(Launcher):
         records = {keys[key]: record for key, record in self._store.take(list(keys), deadline, is_cancelled).items()}
         missing = [rank for rank in keys.values() if rank not in records]
         if missing:
-            raise failures.never_came(missing, self._config.startup_timeout_s)
+            raise _never_came(missing, self._config.startup_timeout_s)
         own = settings_digests(self._boot)
         for rank, record in sorted(records.items()):
             different = sorted(name for name, digest in own.items() if record["settings"].get(name) != digest)
             if different:
-                raise failures.other_settings(rank, different)
+                raise _other_settings(rank, different)
         return dict(sorted(records.items()))
 
-    def _announce(self) -> None:
+    def _attach(self, rank: int, record: Mapping[str, Any], gate: Gate | None) -> WorkerProcess:
+        if record["group_rank"] == self._place.group_rank:
+            return AttachedProcess(rank, (record["pid"], record["start_time"]))
+        assert gate is not None  # noqa: S101 - there is one where torchrun has started more than one agent
+        gate.admit(rank, record["public_key"])
+        return RemoteProcess(rank, record["pid"], record["host"])
+
+    def _announce(self, sockets: DriverSockets) -> None:
         pid, start_time = self._link.keeper
         self._store.put(
             _DRIVER,
             {
                 "run_id": self._life.run_id,
+                "group_rank": self._place.group_rank,
                 "pid": pid,
                 "start_time": start_time,
-                "publish": self._boot.publish_endpoint,
-                "replies": self._boot.reply_endpoint,
+                "ipc": (self._link.publish_endpoint, self._link.reply_endpoint),
+                "tcp": (sockets.publisher.tcp_endpoint, sockets.replies.tcp_endpoint),
+                "public_key": b"" if sockets.gate is None else sockets.gate.public_key,
             },
         )
 
@@ -143,26 +158,44 @@ def follow(config: ExecutorConfig) -> int:
         ConfigError: torchrun's ranks do not fit the settings.
         StartupError: the driver can't be found.
     """
+    for name, value in platforms.kind_named(config.device).environment().items():
+        os.environ.setdefault(name, value)  # before torch is imported, if the program has not done so
     place = fitting_place(config)
-    store = AgentStore(place, _next_group(config), config.startup_timeout_s)
-    keeper = identity(os.getpid())
-    unlinked = Link("", "", rendezvous(place, store, 1), keeper)
-    boot = _plan(config, place, Life(b""), unlinked)
+    secret = shared_secret(config, place)
+    store = AgentStore(place, _next_group(config), config.startup_timeout_s, secret)
+    keys = None if secret is None else KeyPair.make()
+    me, meeting = identity(os.getpid()), rendezvous(place, store, 1)
+    boot = _plan(config, place, Life(b""), Link("", "", meeting, me))
     store.put(
         _key(place.rank),
-        {"pid": keeper[0], "start_time": keeper[1], "settings": settings_digests(boot)},
+        {
+            "pid": me[0],
+            "start_time": me[1],
+            "host": socket.gethostname(),
+            "group_rank": place.group_rank,
+            "public_key": b"" if keys is None else keys.public,
+            "settings": settings_digests(boot),
+        },
     )
     driver = store.take([_DRIVER], time.monotonic() + config.startup_timeout_s).get(_DRIVER)
     if driver is None:
-        raise failures.driver_never_came(
-            place.rank, f"has not come within startup_timeout_s={config.startup_timeout_s:g} s"
-        )
+        limit_s = config.startup_timeout_s
+        raise _driver_never_came(place.rank, f"has not come within startup_timeout_s={limit_s:g} s")
     if "failed" in driver:
-        raise failures.driver_never_came(place.rank, f"could not start the group: {driver['failed']}")
-    link = Link(driver["publish"], driver["replies"], unlinked.rendezvous, (driver["pid"], driver["start_time"]))
-    worker = config.worker
+        raise _driver_never_came(place.rank, f"could not start the group: {driver['failed']}")
+    boot = _plan(config, place, Life(driver["run_id"]), _link(place, driver, meeting, keys))
     del store  # its connection
-    return run_worker(_plan(config, place, Life(driver["run_id"]), link), worker if isinstance(worker, type) else None)
+    return run_worker(boot, config.worker if isinstance(config.worker, type) else None)
+
+
+def _link(place: Place, driver: Mapping[str, Any], meeting: str, keys: KeyPair | None) -> Link:
+    if driver["group_rank"] == place.group_rank:
+        publish, replies = driver["ipc"]
+        return Link(publish, replies, meeting, (driver["pid"], driver["start_time"]))
+    assert keys is not None  # noqa: S101 - as in the driver
+    publish, replies = driver["tcp"]
+    # The agent is what lives here as long as the group should.
+    return Link(publish, replies, meeting, identity(os.getppid()), RankKeys.of(driver["public_key"], keys))
 
 
 def fitting_place(config: ExecutorConfig) -> Place:
@@ -180,8 +213,6 @@ def fitting_place(config: ExecutorConfig) -> Place:
             f"world_size={config.world_size}, but torchrun has started {place.world_size} ranks: leave it away, or "
             f"start as many"
         )
-    if place.group_world_size > 1:
-        raise ConfigError(f"torchrun has started ranks on {place.group_world_size} hosts: this version serves one")
     return place
 
 
@@ -238,3 +269,31 @@ def _next_group(config: ExecutorConfig) -> int:
             "followers_return=True lets each rank's program go on to the next"
         )
     return number
+
+
+def _never_came(ranks: Sequence[int], limit_s: float) -> StartupError:
+    """Ranks that torchrun has started have not built their executor."""
+    return StartupError(
+        f"rank {', '.join(map(str, ranks))}: not there within startup_timeout_s={limit_s:g} s: torchrun has started "
+        "the process, and it has not built its Executor: every rank's program must, with the same settings; look at "
+        "its output",
+        ranks=ranks,
+        phases=dict.fromkeys(ranks, "spawning"),
+    )
+
+
+def _other_settings(rank: int, names: Sequence[str]) -> StartupError:
+    """A rank that torchrun has started was given other settings than the driver."""
+    return StartupError(
+        f"rank {rank} was given other settings than rank 0: {', '.join(names)}: every rank's program must build its "
+        "Executor with the same ones",
+        ranks=[rank],
+        phases={rank: "spawning"},
+    )
+
+
+def _driver_never_came(rank: int, why: str) -> StartupError:
+    """The driver of the group that this rank is to serve is not there."""
+    return StartupError(
+        f"rank {rank} has no group to serve: its driver, rank 0, {why}", ranks=[rank], phases={rank: "spawning"}
+    )

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from stepcast import ConfigError, ExecutorConfig, Worker
-from stepcast.runtime.config import BACKENDS, ENVIRONMENT_PREFIX, LOG_FORMATS, LOG_LEVELS, START_METHODS
+from stepcast.runtime.config import BACKENDS, LOG_FORMATS, LOG_LEVELS, START_METHODS
+from stepcast.runtime.config_sources import ENVIRONMENT_PREFIX
 
 WORKER = "package.module:Class"
 TYPES = {each.name: str(each.type) for each in fields(ExecutorConfig)}
@@ -264,7 +265,7 @@ def test_every_plain_field_can_be_given_by_a_variable() -> None:
     """STEPCAST_ and the field's name in capitals; numbers are parsed."""
     values: dict[str, Any] = {"worker": "m:D", "backend": "mp", "output_rank": 0, "start_method": "fork"}
     values |= {"log_format": "json", "log_level": "DEBUG", "keepalive": "bus", "restart": "on_failure"}
-    values["unresponsive_timeout_s"] = 7.5
+    values["unresponsive_timeout_s"] = values["lost_timeout_s"] = 7.5
     for name in set(TYPES) - set(MAPPINGS) - set(SWITCHES):
         value = values.get(name, {"int": 2, "float": 2.5}.get(TYPES[name], "text"))
         environ = {"STEPCAST_WORKER": WORKER, ENVIRONMENT_PREFIX + name.upper(): str(value)}

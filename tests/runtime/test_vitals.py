@@ -48,6 +48,8 @@ class Process:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pid = 100 + rank
+        self.is_local = True
+        self.place = f"pid {self.pid}"
 
 
 class Scene:
@@ -161,9 +163,9 @@ def test_what_is_wrong_is_logged_once_and_its_end_too(caplog: pytest.LogCaptureF
     scene.state = "T"
     for _ in range(5):
         scene.pass_time(2, silent=(1,))
-        assert scene.vitals.find_lost(scene.now) is None
+        assert scene.vitals.find_lost(scene.now) == (None, False)
     scene.pass_time(4)
-    assert scene.vitals.find_lost(scene.now) is None
+    assert scene.vitals.find_lost(scene.now) == (None, False)
     first, second = [record.getMessage() for record in caplog.records]
     assert first.startswith("rank 1 (pid 101) is stopped in phase idle, and has answered no heartbeat for ")
     assert first.endswith(": stopped by a signal (SIGSTOP; state T): kill -CONT 101 lets it go on")
@@ -174,9 +176,10 @@ def test_a_rank_is_lost_when_its_limit_has_passed() -> None:
     """The error has the limit's name, the phase, and what the kernel says."""
     scene = Scene(unresponsive_timeout_s=8.0)
     scene.pass_time(8, silent=(1,))
-    assert scene.vitals.find_lost(scene.now) is None
+    assert scene.vitals.find_lost(scene.now) == (None, False)
     scene.pass_time(2, silent=(1,))
-    error = scene.vitals.find_lost(scene.now)
+    error, is_there = scene.vitals.find_lost(scene.now)
+    assert is_there
     assert error is not None
     assert (error.rank, error.pid, error.exit_code, error.phase, error.silent_for_s) == (1, 101, None, "idle", 8.0)
     assert "no heartbeat for 8.00 s, over unresponsive_timeout_s=8 s, in phase idle: unresponsive: waits" in str(error)
@@ -187,7 +190,7 @@ def test_a_rank_that_computes_is_never_lost() -> None:
     scene = Scene(unresponsive_timeout_s=8.0)
     scene.cpu_per_s = 1.0
     scene.pass_time(40, silent=(1,))
-    assert scene.vitals.find_lost(scene.now) is None
+    assert scene.vitals.find_lost(scene.now) == (None, False)
 
 
 def test_words_for_a_step_near_its_limit() -> None:

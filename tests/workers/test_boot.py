@@ -45,6 +45,7 @@ def boot_config(directory: RunDirectory, **changes: Any) -> BootConfig:
         "local_rank": 1,
         "local_world_size": 2,
         "own_process": True,
+        "driver_timeout_s": 10.0,
         "world_size": 2,
         "epoch": 1,
         "output_rank": 0,

@@ -49,7 +49,14 @@ class Exited(BaseException):
 class Rank:
     """A responder, and the driver's end of its sockets."""
 
-    def __init__(self, directory: RunDirectory, watch: DriverWatch | None = None, *, far: bool = False) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        watch: DriverWatch | None = None,
+        *,
+        far: bool = False,
+        driver_timeout_s: float | None = None,
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         run: dict[str, Any] = {"run_id": RUN_ID, "epoch": 1}
         publish, replies = directory.endpoint("publish"), directory.endpoint("replies")
@@ -67,7 +74,8 @@ class Rank:
         sender = ReplySender(replies, rank=0, timeout_s=LIMIT_S, reconnect_timeout_s=0.0, **run)
         start_time = process_start_time(os.getpid())
         assert start_time is not None
-        self.responder = Responder(control, sender, self.board, watch or DriverWatch(os.getpid(), start_time))
+        watch = watch or DriverWatch(os.getpid(), start_time)
+        self.responder = Responder(control, sender, self.board, watch, driver_timeout_s)
 
     def start(self) -> None:
         """Start it, and greet it until it has answered."""
@@ -237,15 +245,16 @@ def test_no_call_of_a_driver_on_another_host_is_missed(
     rank.close()
 
 
+@pytest.mark.parametrize("ends", ["its connection ends", "it falls silent"])
 def test_a_driver_on_another_host_that_stays_away_ends_the_process(
-    directory: RunDirectory, exits: list[int], monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, exits: list[int], monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """The death watch is over this host: that the link is gone for long is all that a rank can know."""
+    """The death watch is over this host: that nothing comes for long is all that a rank can know."""
     monkeypatch.setattr(CurveSocket, "look_interval_s", 0.05)
-    monkeypatch.setattr(responder_module, "RECONNECT_TIMEOUT_S", 0.2)
-    rank = Rank(directory, far=True)
+    rank = Rank(directory, far=True, driver_timeout_s=0.3)
     rank.start()
-    rank.publisher.close()
+    if ends == "its connection ends":
+        rank.publisher.close()
     rank.responder.join(LIMIT_S)
     assert exits[0] == EXIT_LINK_LOST
     os.close(rank.responder._wake)
