@@ -15,7 +15,7 @@ from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase, TailGap
 from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber
-from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, DriverGone
 
 from .board import Board
 from .death_watch import DriverWatch
@@ -114,6 +114,8 @@ class Responder(threading.Thread):
     def _reconnect(self) -> bool:
         try:
             self._control.socket.reconnect(0.0)
+        except DriverGone:
+            os._exit(EXIT_DRIVER_GONE)
         except OSError as error:
             is_remote = self._control.socket.look_interval_s is not None
             if is_remote and time.monotonic() - self._lost_at >= RECONNECT_TIMEOUT_S:

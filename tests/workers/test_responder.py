@@ -237,17 +237,23 @@ def test_no_call_of_a_driver_on_another_host_is_missed(
     rank.close()
 
 
+@pytest.mark.parametrize("gone", [True, False], ids=["ended", "out of reach"])
 def test_a_driver_on_another_host_that_stays_away_ends_the_process(
-    directory: RunDirectory, exits: list[int], monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory,
+    exits: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    gone: bool,
 ) -> None:
-    """The death watch is over this host: that the link is gone for long is all that a rank can know."""
+    """At once where its host says that it has ended, else after the limit: the death watch is over this host alone."""
     monkeypatch.setattr(CurveSocket, "look_interval_s", 0.05)
-    monkeypatch.setattr(responder_module, "RECONNECT_TIMEOUT_S", 0.2)
+    if not gone:
+        monkeypatch.setattr(CurveSocket, "_driver_has_ended", lambda _: False)
+        monkeypatch.setattr(responder_module, "RECONNECT_TIMEOUT_S", 0.2)
     rank = Rank(directory, far=True)
     rank.start()
     rank.publisher.close()
     rank.responder.join(LIMIT_S)
-    assert exits[0] == EXIT_LINK_LOST
+    assert exits[0] == (EXIT_DRIVER_GONE if gone else EXIT_LINK_LOST)
     os.close(rank.responder._wake)
     rank.close()
 
