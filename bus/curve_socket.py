@@ -5,6 +5,7 @@ It does what `ZmtpSocket` does, with libzmq's thread in between, which encrypts,
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import zmq
 
 from .keys import RankKeys
 from .sockets import HANDSHAKE_TIMEOUT_S, plain_send, receive_buffers, tune_tcp
-from .zmtp import LinkLost
+from .zmtp import DriverGone, LinkLost
 
 #: How long `close` waits until what was sent is in the kernel's hands.
 LINGER_S = 5.0
@@ -68,6 +69,7 @@ class CurveSocket:
         self._topics: set[bytes] = set()
         #: Whether there is a connection, and whether there was one that has ended since.
         self._connected = self._ended = False
+        self._ask_again_at = 0.0
         self._monitor: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -203,7 +205,8 @@ class CurveSocket:
             timeout_s: how long to wait, in seconds; zero to look once.
 
         Raises:
-            LinkLost: it did not come back.
+            DriverGone: the driver has ended. Its host refuses connections to its port, which it holds for all its life.
+            LinkLost: the connection did not come back.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -211,6 +214,8 @@ class CurveSocket:
             self._socket.getsockopt(zmq.EVENTS)  # this thread subscribes again, and does so when it asks
             if not self._ended:
                 return
+            if self._driver_has_ended():
+                raise DriverGone(f"nobody listens at {self._endpoint} any more: the driver has ended")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise LinkLost(
@@ -218,7 +223,7 @@ class CurveSocket:
                     f"{timeout_s:.3g} s: its host or process has gone, the link is cut, or it has sent a frame over "
                     f"the limit of {self._max_frame_bytes} bytes"
                 )
-            self._wait(left_s)
+            self._wait(min(left_s, LOOK_INTERVAL_S))
 
     def close(self) -> None:
         """Close the connection, once what was sent is in the kernel's hands, or `LINGER_S` have passed."""
@@ -237,6 +242,20 @@ class CurveSocket:
             # One that ends in its handshake was none.
             was_connected, self._connected = self._connected, event.startswith(_CONNECTED)
             self._ended = not self._connected and (was_connected or self._ended)
+
+    def _driver_has_ended(self) -> bool:
+        """Ask the driver's host, once in a while. One that does not answer, or a link that is cut, proves nothing."""
+        if time.monotonic() < self._ask_again_at:
+            return False
+        self._ask_again_at = time.monotonic() + LOOK_INTERVAL_S
+        host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), LOOK_INTERVAL_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _wait(self, timeout_s: float, *sockets: zmq.Socket[bytes]) -> None:
         """Wait until something has come to one of the sockets, or of the connection."""

@@ -43,6 +43,10 @@ class LinkLost(ConnectionError):
     """A connection to the driver has ended, and did not come back in time."""
 
 
+class DriverGone(LinkLost):
+    """Nobody listens any more where the driver did: its process has ended."""
+
+
 class ZmtpSocket:
     """A SUB or PUSH socket with one connection, to a socket that libzmq has bound on this machine.
 

@@ -22,7 +22,7 @@ from stepcast.bus.frames import NO_TIMES, Flag, Kind
 from stepcast.bus.liveness import Phase
 from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
-from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, LinkLost
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, DriverGone, LinkLost
 
 from .base import RankInfo, Worker
 from .board import Board
@@ -217,6 +217,8 @@ class _Rank:
             group = _process_group()
             if group is not None and group.exit_waits_for_peers():  # the worker has left it to us
                 group.destroy_process_group()
+        except DriverGone:
+            return EXIT_DRIVER_GONE
         except LinkLost as error:  # nobody can be told
             _log.error("this rank ends: %s", error)
             return EXIT_LINK_LOST

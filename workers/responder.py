@@ -15,6 +15,7 @@ from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase, TailGap
 from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber
+from stepcast.bus.zmtp import DriverGone
 
 from .board import Board
 from .death_watch import DriverWatch
@@ -138,6 +139,8 @@ class Responder(threading.Thread):
     def _reconnect(self) -> bool:
         try:
             self._control.socket.reconnect(0.0)
+        except DriverGone:
+            os._exit(EXIT_DRIVER_GONE)
         except OSError:
             return False
         return True

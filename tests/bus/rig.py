@@ -224,10 +224,7 @@ class Link:
             self._flowing.clear()
 
     async def _mend(self) -> None:
-        self._server = await self._listen()
-
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_unix_server(self._accept, self._path)
+        self._server = await asyncio.start_unix_server(self._accept, self._path)
 
     def _forget(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -240,6 +237,9 @@ class Link:
             self._server.close()
             self._server = None
             self._forget()
+        await self._drop()
+
+    async def _drop(self) -> None:
         pumps = tuple(self._pumps)
         for pump in pumps:
             pump.cancel()
@@ -279,26 +279,40 @@ class Link:
 class TcpLink(Link):
     """The same, over tcp.
 
+    While it is cut, connections are accepted and dropped: to refuse them would mean that the driver has ended.
+
     Args:
         target: where the driver is bound.
     """
 
     def __init__(self, target: str) -> None:
-        self._port = 0
         self._target_port = int(target.rpartition(":")[2])
+        self._is_cut = True
         super().__init__(Path(), Path())
-        self.endpoint = f"tcp://127.0.0.1:{self._port}"
+        assert self._server is not None
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    async def _listen(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-        self._port = server.sockets[0].getsockname()[1]
-        return server
+    def close(self) -> None:
+        """End the thread, and listen no more."""
+        self._run(super()._cut())
+        super().close()
+
+    async def _mend(self) -> None:
+        self._is_cut = False
+        if self._server is None:
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    async def _cut(self) -> None:
+        self._is_cut = True
+        await self._drop()
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._is_cut:
+            raise ConnectionRefusedError
+        return await asyncio.open_connection("127.0.0.1", self._target_port)
 
     def _forget(self) -> None:
         """Nothing is left of a port."""
-
-    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self._target_port)
 
 
 def admitted(gate: Gate, rank: int) -> RankKeys:

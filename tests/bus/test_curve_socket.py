@@ -19,7 +19,7 @@ from stepcast.bus.frames import HEAD_ROOM_BYTES, NO_TIMES, STEP_CLASS, Kind
 from stepcast.bus.keys import KeyPair, RankKeys
 from stepcast.bus.links import connect
 from stepcast.bus.subscriber import Gap, Message
-from stepcast.bus.zmtp import LinkLost
+from stepcast.bus.zmtp import DriverGone, LinkLost
 from tests.bus.rig import (
     LIMIT_MS,
     LIMIT_S,
@@ -250,6 +250,20 @@ def test_a_link_that_stays_cut_ends_the_rank(driver: Driver, rig: Rig, keys: Ran
             socket.reconnect(0.0)
     with pytest.raises(LinkLost):
         steps.socket.reconnect(0.2)
+
+
+def test_a_driver_that_has_ended_is_told_from_a_cut_link(driver: Driver, rig: Rig, keys: RankKeys, often: None) -> None:
+    """Its host refuses the port that it held: no rank waits for it to come back."""
+    steps = rig.steps(driver.publish_endpoint, keys=keys)
+    greet(driver.publisher, steps)
+    driver.publisher.close()
+
+    def live() -> None:
+        while True:
+            steps.next()
+
+    with pytest.raises(DriverGone, match=f"nobody listens at {driver.publish_endpoint} any more"):
+        live()
 
 
 def test_replies_that_were_queued_outlive_a_cut(driver: Driver, rig: Rig, keys: RankKeys) -> None:

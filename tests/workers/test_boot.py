@@ -149,8 +149,9 @@ def test_a_rank_that_reaches_no_driver_says_so_and_ends(directory: RunDirectory)
     assert event.startswith(f"rank 1 can't reach the driver at {directory.endpoint('replies')}: ")
 
 
-def test_a_rank_of_another_host_lives_over_tcp(directory: RunDirectory) -> None:
-    """From its handshake to its last word, with a key of its own."""
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "the driver ends"])
+def test_a_rank_of_another_host_lives_over_tcp(directory: RunDirectory, killed: bool) -> None:
+    """From its handshake to its last word, with a key of its own; it ends with its driver, of which no pidfd tells."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     run: dict[str, Any] = {"run_id": bytes(16), "epoch": 1, "world_size": 1}
     gate = Gate(context)
@@ -189,11 +190,14 @@ def test_a_rank_of_another_host_lives_over_tcp(directory: RunDirectory) -> None:
             frames = codec.encode({"number": step})
             publisher.publish(Kind.STEP, step, frames, sum(map(len, frames)))
             wait_until(lambda step=step: has_said(Kind.RESULT, step), LIMIT_S)
-        publisher.publish(Kind.STOP, 0, (), 0)
-        wait_until(lambda: has_said(Kind.BYE), LIMIT_S)
+        if killed:
+            publisher.close()
+            reader.close()
+        else:
+            publisher.publish(Kind.STOP, 0, (), 0)
+            wait_until(lambda: has_said(Kind.BYE) and not publisher.present, LIMIT_S)
         wait_until(lambda: process.exit_code() is not None, LIMIT_S)
-        assert process.exit_code() == 0, process.outputs[1].read()
-        wait_until(lambda: has_said(Kind.BYE) and not publisher.present, LIMIT_S)
+        assert process.exit_code() == (EXIT_DRIVER_GONE if killed else 0)
         assert not reader.dropped
         assert not gate.refused
     finally:

@@ -174,13 +174,20 @@ def test_a_lost_tail_is_asked_for_at_the_second_heartbeat(rank: Rank) -> None:
     assert rank.hear(Kind.GAP).header.sequence == 2
 
 
-def test_a_dump_is_a_signal_to_the_own_process(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler that writes the stacks needs no GIL."""
+@pytest.mark.parametrize("far", [False, True])
+def test_a_dump_is_a_signal_to_the_own_process(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    """The handler that writes the stacks needs no GIL. A driver of this host sends the signal itself."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(responder_module.os, "kill", lambda pid, number: sent.append((pid, number)))
+    rank = Rank(directory, far=far, driver_timeout_s=LIMIT_S if far else None)
+    rank.start()
     rank.publisher.control(Kind.DUMP)
-    wait_until(lambda: sent, LIMIT_S)
-    assert sent == [(os.getpid(), DUMP_SIGNAL)]
+    rank.publisher.control(Kind.HEARTBEAT)
+    rank.hear(Kind.ALIVE)
+    assert sent == ([(os.getpid(), DUMP_SIGNAL)] if far else [])
+    rank.close()
 
 
 def test_what_is_not_of_this_run_is_dropped(rank: Rank, directory: RunDirectory) -> None:
@@ -245,18 +252,20 @@ def test_no_call_of_a_driver_on_another_host_is_missed(
     rank.close()
 
 
-@pytest.mark.parametrize("ends", ["its connection ends", "it falls silent"])
+@pytest.mark.parametrize("how", ["it has ended", "it is out of reach", "it is silent"])
 def test_a_driver_on_another_host_that_stays_away_ends_the_process(
-    directory: RunDirectory, exits: list[int], monkeypatch: pytest.MonkeyPatch, ends: str
+    directory: RunDirectory, exits: list[int], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The death watch is over this host: that nothing comes for long is all that a rank can know."""
+    """At once where its host says that it has ended, else after the limit: the death watch is over this host alone."""
     monkeypatch.setattr(CurveSocket, "look_interval_s", 0.05)
-    rank = Rank(directory, far=True, driver_timeout_s=0.3)
+    if how == "it is out of reach":
+        monkeypatch.setattr(CurveSocket, "_driver_has_ended", lambda _: False)
+    rank = Rank(directory, far=True, driver_timeout_s=LIMIT_S if how == "it has ended" else 0.3)
     rank.start()
-    if ends == "its connection ends":
+    if how != "it is silent":
         rank.publisher.close()
     rank.responder.join(LIMIT_S)
-    assert exits[0] == EXIT_LINK_LOST
+    assert exits[0] == (EXIT_DRIVER_GONE if how == "it has ended" else EXIT_LINK_LOST)
     os.close(rank.responder._wake)
     rank.close()
 
