@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.bus.errors import Closed, StartupError, StepcastError, StepTimeout
+from stepcast.bus.errors import Closed, StepcastError, StepTimeout
 from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase
 from stepcast.workers.boot import EXIT_FAILED
@@ -173,7 +173,7 @@ class Monitor(threading.Thread):
         self._relay.start()
         try:
             processes = self._launcher.launch(self.group.sockets, lambda: self._stop_wanted)
-        except StartupError as error:
+        except StepcastError as error:
             self._fail(error)
             return
         for process in processes:
