@@ -170,7 +170,8 @@ class Monitor(threading.Thread):
         try:
             processes = self._launcher.launch(lambda: self._stop_wanted)
         except StartupError as error:
-            self._fail(error)
+            if not self._stop_wanted:  # else it tells only that nobody waits for the group any more
+                self._fail(error)
             return
         for process in processes:
             self._relay.add(process)

@@ -10,9 +10,9 @@ one of its sockets, and from then on everything goes over the bus.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.bus.errors import ConfigError
+from stepcast.bus.errors import ConfigError, StartupError
 from stepcast.runtime import failures
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.state import Life
@@ -55,8 +55,6 @@ _DRIVER = "driver"
 #: Numbers the groups of this process, as every rank's does: they make theirs in the same order.
 _groups = itertools.count(1)
 
-_log = logging.getLogger("stepcast.runtime")
-
 
 class TorchrunLauncher(Launcher):
     """Takes over the processes that torchrun has started; for rank 0, it starts one.
@@ -68,16 +66,15 @@ class TorchrunLauncher(Launcher):
 
     Raises:
         ConfigError: torchrun's ranks do not fit the settings.
-        StartupError: the agent's store can't be reached.
     """
 
     def __init__(self, config: ExecutorConfig, directory: RunDirectory, life: Life) -> None:
         self._config = config
         self._life = life
         self._place = place = fitting_place(config)
-        self._store = AgentStore(place, _next_group(config), config.startup_timeout_s)
+        self._prefix = place.prefix(_next_group(config))
         link = Link.on_this_host(directory, life)
-        self._link = link._replace(rendezvous=rendezvous(place, self._store, life.epoch))
+        self._link = link._replace(rendezvous=rendezvous(place, self._prefix, life.epoch))
         self._boot = plan_rank(
             config,
             life,
@@ -90,23 +87,34 @@ class TorchrunLauncher(Launcher):
 
     def launch(self, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:
         """Start rank 0, and wait for what the others leave in the store."""
-        deadline = time.monotonic() + self._config.startup_timeout_s
-        processes: list[WorkerProcess] = mp.spawn_all([self._boot], [rank_environment(self._config, self._boot)])
+        own = mp.spawn_all([self._boot], [rank_environment(self._config, self._boot)])
         try:
-            followers = self._meet(deadline, is_cancelled)
-            for rank, record in followers.items():
-                processes.append(AttachedProcess(rank, (record["pid"], record["start_time"])))
-            self._announce()
-        except BaseException as error:
-            mp.discard(processes[:1])
-            self._store.put(_DRIVER, {"failed": str(error)})  # whoever waits need not wait any longer
+            followers = self._meet_followers(is_cancelled)
+        except BaseException:
+            mp.discard(own)
             raise
-        return processes
+        return [*own, *(AttachedProcess(rank, (each["pid"], each["start_time"])) for rank, each in followers.items())]
 
-    def _meet(self, deadline: float, is_cancelled: Callable[[], bool]) -> dict[int, dict[str, Any]]:
+    def _meet_followers(self, is_cancelled: Callable[[], bool]) -> dict[int, dict[str, Any]]:
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        store = AgentStore(self._place, self._prefix, self._config.startup_timeout_s)
+        try:
+            followers = self._wait_for_followers(store, deadline, is_cancelled)
+            store.put(_DRIVER, self._record())
+        except BaseException as error:
+            with contextlib.suppress(StartupError):  # it may be the store that has failed
+                store.put(_DRIVER, {"failed": str(error)})  # whoever waits need not wait any longer
+            raise
+        return followers
+
+    def _wait_for_followers(
+        self, store: AgentStore, deadline: float, is_cancelled: Callable[[], bool]
+    ) -> dict[int, dict[str, Any]]:
         keys = {_key(rank): rank for rank in range(1, self._config.world_size)}
-        records = {keys[key]: record for key, record in self._store.take(list(keys), deadline, is_cancelled).items()}
+        records = {keys[key]: record for key, record in store.take(list(keys), deadline, is_cancelled).items()}
         missing = [rank for rank in keys.values() if rank not in records]
+        if missing and is_cancelled():
+            raise StartupError("it was shut down meanwhile", ranks=missing, phases={})
         if missing:
             raise failures.never_came(missing, self._config.startup_timeout_s)
         own = settings_digests(self._boot)
@@ -116,18 +124,15 @@ class TorchrunLauncher(Launcher):
                 raise failures.other_settings(rank, different)
         return dict(sorted(records.items()))
 
-    def _announce(self) -> None:
+    def _record(self) -> dict[str, Any]:
         pid, start_time = self._link.keeper
-        self._store.put(
-            _DRIVER,
-            {
-                "run_id": self._life.run_id,
-                "pid": pid,
-                "start_time": start_time,
-                "publish": self._boot.publish_endpoint,
-                "replies": self._boot.reply_endpoint,
-            },
-        )
+        return {
+            "run_id": self._life.run_id,
+            "pid": pid,
+            "start_time": start_time,
+            "publish": self._boot.publish_endpoint,
+            "replies": self._boot.reply_endpoint,
+        }
 
 
 def follow(config: ExecutorConfig) -> int:
@@ -144,9 +149,10 @@ def follow(config: ExecutorConfig) -> int:
         StartupError: the driver can't be found.
     """
     place = fitting_place(config)
-    store = AgentStore(place, _next_group(config), config.startup_timeout_s)
+    prefix = place.prefix(_next_group(config))
+    store = AgentStore(place, prefix, config.startup_timeout_s)
     keeper = identity(os.getpid())
-    unlinked = Link("", "", rendezvous(place, store, 1), keeper)
+    unlinked = Link("", "", rendezvous(place, prefix, 1), keeper)
     boot = _plan(config, place, Life(b""), unlinked)
     store.put(
         _key(place.rank),
@@ -185,16 +191,16 @@ def fitting_place(config: ExecutorConfig) -> Place:
     return place
 
 
-def rendezvous(place: Place, store: AgentStore, epoch: int) -> str:
+def rendezvous(place: Place, prefix: str, epoch: int) -> str:
     """Tell where the ranks' process groups meet: in the agent's store.
 
     Args:
         place: this process's place.
-        store: the group's part of it.
+        prefix: what is in front of the group's keys there.
         epoch: the life of the group.
     """
     host, port = place.master
-    return f"stepcast://{host}:{port}/{store.prefix}/rendezvous-{epoch}"
+    return f"stepcast://{host}:{port}/{prefix}/rendezvous-{epoch}"
 
 
 def settings_digests(boot: BootConfig) -> dict[str, bytes]:
