@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NoReturn
 
 from stepcast.bus.errors import Closed, StepcastError
+from stepcast.workers.boot import exit_at_once
 
 from .config import ExecutorConfig
 from .health import GroupHealth
@@ -44,6 +46,8 @@ class FollowedGroup:
 
         code = follow(checked(self._config))
         if code or not self._config.followers_return:
+            if threading.current_thread() is not threading.main_thread():
+                exit_at_once(code)  # SystemExit would end this thread, and the program would go on
             raise SystemExit(code)
 
     def run(self, request: Request) -> NoReturn:  # noqa: ARG002 - the same methods

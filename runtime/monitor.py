@@ -174,7 +174,8 @@ class Monitor(threading.Thread):
         try:
             processes = self._launcher.launch(self.group.sockets, lambda: self._stop_wanted)
         except StepcastError as error:
-            self._fail(error)
+            if not self._stop_wanted:  # else it tells only that nobody waits for the group any more
+                self._fail(error)
             return
         for process in processes:
             self._relay.add(process)

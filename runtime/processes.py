@@ -52,6 +52,9 @@ class RankGroup:
         self._news = news or FailureNews()
         self._waits_for_news = news is None
         self.on_failure = self._news.callbacks
+        if config.backend == "torchrun":
+            # Its agent sends this process SIGTERM when a rank has ended, which may be before the program can tell why.
+            self.on_failure.append(lambda error: _log.error("%s", error))
         self._life = Life(secrets.token_bytes(16), epoch, first_step)
         self._pid = os.getpid()
         self._interrupts = interrupts.HeldInterrupts()  # until the monitor has everything in hand

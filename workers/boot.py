@@ -88,11 +88,20 @@ def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> in
         if group is not None and group.exit_waits_for_peers():
             # This rank does not leave with the others: they may be dead, or in a collective that waits for it. Its exit
             # handlers would wait for them, without a limit.
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(code if isinstance(code, int) else EXIT_FAILED)
+            exit_at_once(code if isinstance(code, int) else EXIT_FAILED)
     return ended
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process without its exit handlers, from any thread.
+
+    Args:
+        code: the exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def bind_device(rank: RankInfo) -> None:
@@ -122,14 +131,18 @@ def _signals(*, kept: bool) -> Iterator[None]:
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        # Ctrl-C goes to every process of the terminal's group; the driver alone decides what it means.
+        # Ctrl-C goes to every process of the terminal's group; the driver alone decides what it means. SIGTERM comes
+        # from the driver; but where somebody else has started the ranks, he sends it to all of them, and the driver,
+        # which has it too, may want to finish what is under way.
         handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, _terminate)
-    yield
-    if not kept:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        faulthandler.unregister(DUMP_SIGNAL)
+        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, _terminate if kept else signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if not kept:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            faulthandler.unregister(DUMP_SIGNAL)
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
+import struct
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # proc(5), /proc/[pid]/stat, counted from 1
 _START_TIME_FIELD = 22
 _EXIT_CODE_FIELD = 52
+# linux/pidfd.h: what the kernel tells of a pidfd's process, as mask, twelve fields, and the exit status
+_PIDFD_INFO = struct.Struct("=Q52xi")
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11  # _IOWR
 
 
 def stat_fields(process: Path) -> list[str]:
@@ -47,20 +53,28 @@ def process_start_time(pid: int) -> int | None:
         return None
 
 
-def exit_code_of_zombie(pid: int) -> int | None:
-    """Read the exit code of a process that has ended, and that its parent has not reaped yet.
+def exit_code_of(pid: int, pidfd: int | None) -> int | None:
+    """Read the exit code of another's child that has ended.
 
     Args:
         pid: its process id.
+        pidfd: its pidfd, opened while it lived; None where there is none.
 
     Returns:
-        Its exit code, negative for a signal; None where it runs, or is reaped, or belongs to somebody else.
+        Its exit code, negative for a signal; None where it runs, or belongs to another user, or has been reaped and the
+        kernel (before 6.15) forgets it then.
     """
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         state, *fields = stat_fields(Path(f"/proc/{pid}"))
-        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD - 4])) if state == "Z" else None
-    except (OSError, ValueError, IndexError):
-        return None
+        if state == "Z":
+            return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD - 4]))
+    if pidfd is not None:
+        with contextlib.suppress(OSError):
+            info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+            mask, status = _PIDFD_INFO.unpack(info)
+            return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
+    return None
 
 
 def die_with_parent_thread() -> None:

@@ -26,7 +26,8 @@ def checked(config: ExecutorConfig) -> ExecutorConfig:
     backend = config.resolved_backend
     here = config.world_size
     if backend == "torchrun":
-        here = Place.of_this_process().local_world_size
+        # The other ranks' devices are theirs to look for: --virtual-local-rank hides them from this process.
+        here = Place.of_this_process().local_rank + 1
         config = config.replace(watch_parent=True)  # torchrun's agent: nobody else would end its ranks when it dies
     kind = platforms.resolve(config.device, here)
     platforms.check_start_method(kind, config.start_method)

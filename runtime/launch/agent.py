@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import quote
 
 import msgpack
 
@@ -78,6 +80,14 @@ class Place:
             master=(environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT")),
         )
 
+    def prefix(self, group: int) -> str:
+        """Return what is in front of a group's keys in the store, and in no other group's.
+
+        Args:
+            group: the number of the group among those that its program makes, from 1.
+        """
+        return f"stepcast/{quote(self.run_id, safe='')}/{self.restart_count}/{group}"
+
 
 def is_follower(config: ExecutorConfig) -> bool:
     """Tell whether torchrun has started this process as another rank than the driver's.
@@ -144,30 +154,23 @@ class AgentStore:
 
     Args:
         place: this process's place.
-        group: the number of the group among those that its program makes, from 1.
+        prefix: what is in front of each key of the group, by `Place.prefix`.
         timeout_s: the longest that an operation may take, in seconds.
         secret: seals the records, where several hosts share the store; None for a group of one host.
-
-    Attributes:
-        prefix: what is in front of each key of the group.
 
     Raises:
         StartupError: the agent's store can't be reached.
     """
 
-    def __init__(self, place: Place, group: int, timeout_s: float, secret: Secret | None = None) -> None:
-        from torch.distributed import PrefixStore, TCPStore  # noqa: PLC0415 - torch, which a driver goes without else
+    def __init__(self, place: Place, prefix: str, timeout_s: float, secret: Secret | None = None) -> None:
+        from torch.distributed import PrefixStore  # noqa: PLC0415 - torch, which a driver goes without else
 
-        self.prefix = f"stepcast/{place.run_id}/{place.restart_count}/{group}"
-        host, port = place.master
-        # The agent serves the store, unless it was told not to: then rank 0 does.
-        serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         self._place = place
+        self._prefix = prefix
         self._secret = secret
-        timeout = timedelta(seconds=timeout_s)
         with self._reachable():
-            store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True)
-        self._store: Any = PrefixStore(self.prefix, store)
+            store = _connect(place, timeout_s)
+        self._store: Any = PrefixStore(prefix, store)
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Leave a record for the other ranks.
@@ -176,7 +179,7 @@ class AgentStore:
             key: its key.
             record: plain MessagePack values.
         """
-        sealed = msgpack.packb(record) if self._secret is None else seal(self._secret, key, (self.prefix,), record)
+        sealed = msgpack.packb(record) if self._secret is None else seal(self._secret, key, (self._prefix,), record)
         with self._reachable():
             self._store.set(key, sealed)
 
@@ -209,7 +212,7 @@ class AgentStore:
             look_s = min(look_s * _LOOK_BACKOFF, _MAX_LOOK_S)
 
     def _open(self, key: str, data: bytes) -> dict[str, Any]:
-        return _unpack(key, data) if self._secret is None else open_sealed(self._secret, key, (self.prefix,), data)
+        return _unpack(key, data) if self._secret is None else open_sealed(self._secret, key, (self._prefix,), data)
 
     @contextlib.contextmanager
     def _reachable(self) -> Iterator[None]:
@@ -222,6 +225,24 @@ class AgentStore:
                 ranks=[rank],
                 phases={rank: "spawning"},
             ) from problem
+
+
+def _connect(place: Place, timeout_s: float) -> Any:
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    # The agent serves the store, unless it was told not to: then rank 0 does.
+    if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return _serve(*place.master, timeout_s)
+    return TCPStore(*place.master, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+@functools.cache
+def _serve(host: str, port: int, timeout_s: float) -> Any:
+    """Serve the store, for as long as this process lives: the ranks' process groups need it, and the next group."""
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True)
 
 
 def _unpack(key: str, data: bytes) -> dict[str, Any]:

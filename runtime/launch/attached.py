@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 from stepcast.bus.frames import Kind
-from stepcast.workers.death_watch import DriverWatch, exit_code_of_zombie
+from stepcast.workers.death_watch import DriverWatch, exit_code_of
 from stepcast.workers.responder import DUMP_SIGNAL
 
 from .process import EXIT_CODE_UNKNOWN, WorkerProcess
@@ -32,8 +32,7 @@ class AttachedProcess(WorkerProcess):
 
     def exit_code(self) -> int | None:
         if self._code is None and self._watch.is_dead():
-            # Until its parent reaps it, the kernel tells everybody.
-            code = exit_code_of_zombie(self.pid)
+            code = exit_code_of(self.pid, self._watch.fd)
             self._code = EXIT_CODE_UNKNOWN if code is None else code
         return self._code
 

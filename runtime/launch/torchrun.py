@@ -10,9 +10,9 @@ one of its sockets, and from then on everything goes over the bus.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import logging
 import os
 import socket
 import time
@@ -58,8 +58,8 @@ _DRIVER = "driver"
 
 #: Numbers the groups of this process, as every rank's does: they make theirs in the same order.
 _groups = itertools.count(1)
-
-_log = logging.getLogger("stepcast.runtime")
+#: Whether the last of them was the followers' last.
+_last_group = False
 
 
 class TorchrunLauncher(Launcher):
@@ -72,19 +72,18 @@ class TorchrunLauncher(Launcher):
 
     Raises:
         ConfigError: torchrun's ranks do not fit the settings.
-        StartupError: the agent's store can't be reached.
     """
 
     def __init__(self, config: ExecutorConfig, directory: RunDirectory, life: Life) -> None:
         self._config = config
         self._life = life
         self._place = place = fitting_place(config)
-        secret = shared_secret(config, place)
-        self._store = AgentStore(place, _next_group(config), config.startup_timeout_s, secret)
+        self._secret = shared_secret(config, place)
         if place.group_world_size > 1:
             self.address = config.address or address_towards(*place.master)
+        self._prefix = place.prefix(_next_group(config))
         link = Link.on_this_host(directory, life)
-        self._link = link._replace(rendezvous=rendezvous(place, self._store, life.epoch))
+        self._link = link._replace(rendezvous=rendezvous(place, self._prefix, life.epoch))
         self._boot = plan_rank(
             config,
             life,
@@ -97,22 +96,35 @@ class TorchrunLauncher(Launcher):
 
     def launch(self, sockets: DriverSockets, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:
         """Start rank 0, and wait for what the others leave in the store."""
-        deadline = time.monotonic() + self._config.startup_timeout_s
-        processes: list[WorkerProcess] = mp.spawn_all([self._boot], [rank_environment(self._config, self._boot)])
+        own = mp.spawn_all([self._boot], [rank_environment(self._config, self._boot)])
         try:
-            followers = self._meet(deadline, is_cancelled)
-            processes += [self._attach(rank, record, sockets.gate) for rank, record in followers.items()]
-            self._announce(sockets)
-        except BaseException as error:
-            mp.discard(processes[:1])
-            self._store.put(_DRIVER, {"failed": str(error)})  # whoever waits need not wait any longer
+            followers = self._meet_followers(sockets, is_cancelled)
+        except BaseException:
+            mp.discard(own)
             raise
-        return processes
+        return [*own, *followers]
 
-    def _meet(self, deadline: float, is_cancelled: Callable[[], bool]) -> dict[int, dict[str, Any]]:
+    def _meet_followers(self, sockets: DriverSockets, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        store = AgentStore(self._place, self._prefix, self._config.startup_timeout_s, self._secret)
+        try:
+            records = self._wait_for_followers(store, deadline, is_cancelled)
+            followers = [self._attach(rank, record, sockets.gate) for rank, record in records.items()]
+            store.put(_DRIVER, self._record(sockets))
+        except BaseException as error:
+            with contextlib.suppress(StartupError):  # it may be the store that has failed
+                store.put(_DRIVER, {"failed": str(error)})  # whoever waits need not wait any longer
+            raise
+        return followers
+
+    def _wait_for_followers(
+        self, store: AgentStore, deadline: float, is_cancelled: Callable[[], bool]
+    ) -> dict[int, dict[str, Any]]:
         keys = {_key(rank): rank for rank in range(1, self._config.world_size)}
-        records = {keys[key]: record for key, record in self._store.take(list(keys), deadline, is_cancelled).items()}
+        records = {keys[key]: record for key, record in store.take(list(keys), deadline, is_cancelled).items()}
         missing = [rank for rank in keys.values() if rank not in records]
+        if missing and is_cancelled():
+            raise StartupError("it was shut down meanwhile", ranks=missing, phases={})
         if missing:
             raise _never_came(missing, self._config.startup_timeout_s)
         own = settings_digests(self._boot)
@@ -129,20 +141,17 @@ class TorchrunLauncher(Launcher):
         gate.admit(rank, record["public_key"])
         return RemoteProcess(rank, record["pid"], record["host"])
 
-    def _announce(self, sockets: DriverSockets) -> None:
+    def _record(self, sockets: DriverSockets) -> dict[str, Any]:
         pid, start_time = self._link.keeper
-        self._store.put(
-            _DRIVER,
-            {
-                "run_id": self._life.run_id,
-                "group_rank": self._place.group_rank,
-                "pid": pid,
-                "start_time": start_time,
-                "ipc": (self._link.publish_endpoint, self._link.reply_endpoint),
-                "tcp": (sockets.publisher.tcp_endpoint, sockets.replies.tcp_endpoint),
-                "public_key": b"" if sockets.gate is None else sockets.gate.public_key,
-            },
-        )
+        return {
+            "run_id": self._life.run_id,
+            "group_rank": self._place.group_rank,
+            "pid": pid,
+            "start_time": start_time,
+            "ipc": (self._link.publish_endpoint, self._link.reply_endpoint),
+            "tcp": (sockets.publisher.tcp_endpoint, sockets.replies.tcp_endpoint),
+            "public_key": b"" if sockets.gate is None else sockets.gate.public_key,
+        }
 
 
 def follow(config: ExecutorConfig) -> int:
@@ -162,9 +171,10 @@ def follow(config: ExecutorConfig) -> int:
         os.environ.setdefault(name, value)  # before torch is imported, if the program has not done so
     place = fitting_place(config)
     secret = shared_secret(config, place)
-    store = AgentStore(place, _next_group(config), config.startup_timeout_s, secret)
+    prefix = place.prefix(_next_group(config))
+    store = AgentStore(place, prefix, config.startup_timeout_s, secret)
     keys = None if secret is None else KeyPair.make()
-    me, meeting = identity(os.getpid()), rendezvous(place, store, 1)
+    me, meeting = identity(os.getpid()), rendezvous(place, prefix, 1)
     boot = _plan(config, place, Life(b""), Link("", "", meeting, me))
     store.put(
         _key(place.rank),
@@ -216,16 +226,16 @@ def fitting_place(config: ExecutorConfig) -> Place:
     return place
 
 
-def rendezvous(place: Place, store: AgentStore, epoch: int) -> str:
+def rendezvous(place: Place, prefix: str, epoch: int) -> str:
     """Tell where the ranks' process groups meet: in the agent's store.
 
     Args:
         place: this process's place.
-        store: the group's part of it.
+        prefix: what is in front of the group's keys there.
         epoch: the life of the group.
     """
     host, port = place.master
-    return f"stepcast://{host}:{port}/{store.prefix}/rendezvous-{epoch}"
+    return f"stepcast://{host}:{port}/{prefix}/rendezvous-{epoch}"
 
 
 def settings_digests(boot: BootConfig) -> dict[str, bytes]:
@@ -262,13 +272,14 @@ def _key(rank: int) -> str:
 
 
 def _next_group(config: ExecutorConfig) -> int:
-    number = next(_groups)
-    if number > 1 and not config.followers_return:
+    global _last_group  # noqa: PLW0603 - as long as the process
+    if _last_group:
         raise ConfigError(
             "torchrun's other ranks have left with the group before: one process makes one group, unless "
             "followers_return=True lets each rank's program go on to the next"
         )
-    return number
+    _last_group = not config.followers_return
+    return next(_groups)
 
 
 def _never_came(ranks: Sequence[int], limit_s: float) -> StartupError:
