@@ -199,7 +199,7 @@ class CurveSocket:
             ) from None
 
     def reconnect(self, timeout_s: float) -> None:
-        """Wait until libzmq has restored a connection that has ended; it has subscribed again then.
+        """Wait until libzmq has restored a connection that has ended. The next `recv` or `poll` subscribes again.
 
         Args:
             timeout_s: how long to wait, in seconds; zero to look once.
@@ -211,7 +211,6 @@ class CurveSocket:
         deadline = time.monotonic() + timeout_s
         while True:
             self._look()
-            self._socket.getsockopt(zmq.EVENTS)  # this thread subscribes again, and does so when it asks
             if not self._ended:
                 return
             if self._driver_has_ended():
