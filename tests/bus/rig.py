@@ -27,7 +27,7 @@ RUN_ID = bytes(range(100, 116))
 EPOCH = 1
 WIRE = Wire(RUN_ID, EPOCH)
 #: The longest that anything here may take.
-LIMIT_S = 4.0
+LIMIT_S = 20.0
 LIMIT_MS = int(LIMIT_S * 1000)
 
 _CHUNK_BYTES = 1 << 16
