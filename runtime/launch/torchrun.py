@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -150,14 +150,33 @@ def follow(config: ExecutorConfig) -> int:
     """
     place = fitting_place(config)
     prefix = place.prefix(_next_group(config))
-    store = AgentStore(place, prefix, config.startup_timeout_s)
-    keeper = identity(os.getpid())
-    unlinked = Link("", "", rendezvous(place, prefix, 1), keeper)
+    unlinked = Link("", "", rendezvous(place, prefix, 1), identity(os.getpid()))
     boot = _plan(config, place, Life(b""), unlinked)
-    store.put(
-        _key(place.rank),
-        {"pid": keeper[0], "start_time": keeper[1], "settings": settings_digests(boot)},
-    )
+    with _environment(rank_environment(config, boot)):  # before torch is imported, unless the program has
+        return _follow(config, place, prefix, unlinked, boot)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give this process other variables, and then its own again."""
+    before = dict(os.environ)
+    try:
+        _set_environment(variables)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)  # other threads may look something up meanwhile
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+
+
+def _follow(config: ExecutorConfig, place: Place, prefix: str, unlinked: Link, boot: BootConfig) -> int:
+    store = AgentStore(place, prefix, config.startup_timeout_s)
+    pid, start_time = unlinked.keeper
+    store.put(_key(place.rank), {"pid": pid, "start_time": start_time, "settings": settings_digests(boot)})
     driver = store.take([_DRIVER], time.monotonic() + config.startup_timeout_s).get(_DRIVER)
     if driver is None:
         raise failures.driver_never_came(
