@@ -57,7 +57,7 @@ class ExecutorConfig:
             their `Executor`: False ends their processes there when the group ends, True returns to their program.
         worker_options: plain MessagePack values, handed to each worker as `RankInfo.options`.
         worker_env: environment variables for the worker processes, beside those of this process. Spawned workers
-            have them before any module of theirs is imported.
+            have them before any module of theirs is imported; torchrun's ranks, from where they build their `Executor`.
         device: the kind of device that workers compute on, one for each rank: "cpu", "cuda", "rocm", "hpu", "xpu", a
             name that another package has registered, or "auto" for the first that this host has and can use.
         output_rank: the rank whose result answers a step.

@@ -16,7 +16,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -25,7 +25,6 @@ from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.errors import ConfigError, StartupError
 from stepcast.bus.gate import Gate
 from stepcast.bus.keys import KeyPair, RankKeys
-from stepcast.runtime import platforms
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.sockets import DriverSockets
 from stepcast.runtime.state import Life
@@ -167,35 +166,56 @@ def follow(config: ExecutorConfig) -> int:
         ConfigError: torchrun's ranks do not fit the settings.
         StartupError: the driver can't be found.
     """
-    for name, value in platforms.kind_named(config.device).environment().items():
-        os.environ.setdefault(name, value)  # before torch is imported, if the program has not done so
     place = fitting_place(config)
     secret = shared_secret(config, place)
     prefix = place.prefix(_next_group(config))
-    store = AgentStore(place, prefix, config.startup_timeout_s, secret)
-    keys = None if secret is None else KeyPair.make()
     me, meeting = identity(os.getpid()), rendezvous(place, prefix, 1)
     boot = _plan(config, place, Life(b""), Link("", "", meeting, me))
-    store.put(
-        _key(place.rank),
-        {
-            "pid": me[0],
-            "start_time": me[1],
-            "host": socket.gethostname(),
-            "group_rank": place.group_rank,
-            "public_key": b"" if keys is None else keys.public,
-            "settings": settings_digests(boot),
-        },
-    )
+    with _environment(rank_environment(config, boot)):  # before torch is imported, unless the program has
+        store = AgentStore(place, prefix, config.startup_timeout_s, secret)
+        keys = None if secret is None else KeyPair.make()
+        store.put(
+            _key(place.rank),
+            {
+                "pid": me[0],
+                "start_time": me[1],
+                "host": socket.gethostname(),
+                "group_rank": place.group_rank,
+                "public_key": b"" if keys is None else keys.public,
+                "settings": settings_digests(boot),
+            },
+        )
+        driver = _wait_for_driver(config, place, store)
+        del store  # its connection
+        boot = _plan(config, place, Life(driver["run_id"]), _link(place, driver, meeting, keys))
+        return run_worker(boot, config.worker if isinstance(config.worker, type) else None)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give this process other variables, and then its own again."""
+    before = dict(os.environ)
+    try:
+        _set_environment(variables)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)  # other threads may look something up meanwhile
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+
+
+def _wait_for_driver(config: ExecutorConfig, place: Place, store: AgentStore) -> dict[str, Any]:
     driver = store.take([_DRIVER], time.monotonic() + config.startup_timeout_s).get(_DRIVER)
     if driver is None:
         limit_s = config.startup_timeout_s
         raise _driver_never_came(place.rank, f"has not come within startup_timeout_s={limit_s:g} s")
     if "failed" in driver:
         raise _driver_never_came(place.rank, f"could not start the group: {driver['failed']}")
-    boot = _plan(config, place, Life(driver["run_id"]), _link(place, driver, meeting, keys))
-    del store  # its connection
-    return run_worker(boot, config.worker if isinstance(config.worker, type) else None)
+    return driver
 
 
 def _link(place: Place, driver: Mapping[str, Any], meeting: str, keys: KeyPair | None) -> Link:
