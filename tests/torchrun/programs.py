@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcast import ConfigError, Executor, ExecutorConfig, StartupError, StepFailed, WorkerLost
+from stepcast.runtime.launch import torchrun
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "faults"))
@@ -80,11 +81,11 @@ def exercise(executor: Executor) -> dict[str, Any]:
         "gather": executor.step({}, gather=True),
         "collective": executor.step(["collective"], gather=True),
         "futures": [executor.submit(number) for number in range(20)],
-        "call": executor.call("abort", "request"),
+        "call": executor.call("act", "collective"),
     }
     found["futures"] = [future.result(_WAIT_S) for future in found["futures"]]
     try:
-        executor.step({"1": "raise"})
+        executor.step({"1": "raise"}, gather=True)
     except StepFailed as error:
         found["failed"] = [error.rank, error.exception_type, error.failed_ranks, error.epoch_ended]
     found["after"] = executor.step(["collective"])
@@ -185,8 +186,6 @@ def interrupt_the_start() -> None:
 
 
 def skip_groups(number: int) -> None:
-    from stepcast.runtime.launch import torchrun
-
     for _ in range(number):
         next(torchrun._groups)
 

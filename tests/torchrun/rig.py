@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from stepcast.bus.endpoints import sweep
 from tests.faults import signs
 from tests.faults.rig import census
 from tests.harness import wait_until
@@ -72,6 +73,7 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         self.process.wait()
+        sweep(Path(os.environ["TMPDIR"]))  # what a killed driver has left there, as the next start does
 
     @property
     def output(self) -> str:

@@ -18,7 +18,7 @@ EXPECTED = {
     "gather": [0, 1, 2],
     "collective": [3.0] * 3,
     "futures": list(range(20)),
-    "call": [None] * 3,
+    "call": [3.0] * 3,
     "failed": [1, "LookupError", [1], False],
     "after": 3.0,
 }
