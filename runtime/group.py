@@ -193,7 +193,9 @@ class Group:
         straggler = self.pending.straggler()
         with self.lock:
             ranks = self.vitals.ranks(self.clock())
-            dropped = {**self.replies.dropped, "late": self.pending.late, "malformed": self.inbox.malformed}
+            gate = self.sockets.gate
+            refused = {} if gate is None else gate.refused
+            dropped = {**self.replies.dropped, **refused, "late": self.pending.late, "malformed": self.inbox.malformed}
             return GroupHealth(
                 state=self.state.value,
                 ok=self.state.accepts_steps and all(Verdict(rank.verdict).is_healthy for rank in ranks),

@@ -50,7 +50,7 @@ class GroupHealth:
         in_flight: messages that some rank has not answered.
         in_flight_bytes: their bytes.
         straggler: the rank that held up most of the last steps, and why; None where none did.
-        dropped: counts of dropped messages by reason.
+        dropped: counts of dropped messages, and of refused connections, by reason.
         ranks: every rank.
         restarts: how often the group was restarted.
     """

@@ -54,6 +54,11 @@ _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _NO_TIMEOUT = timedelta(0)
 
 
+#: Where the collectives of the process groups are counted that this process makes from now on, and the ranks of all. One
+#: process may serve one group of stepcast's after another; torch takes a backend but once.
+_current: tuple[CollectiveLog, int]
+
+
 def register_backend(log: CollectiveLog, world_size: int) -> str:
     """Make the counting backend known to torch.
 
@@ -64,10 +69,13 @@ def register_backend(log: CollectiveLog, world_size: int) -> str:
     Returns:
         Its name, for `init_process_group`.
     """
+    global _current  # noqa: PLW0603 - as torch's own registry
+    _current = log, world_size
     if BACKEND.upper() not in dist.Backend._plugins:  # noqa: SLF001 - torch has no other way to ask
 
         def create(store: Any, rank: int, size: int, timeout: timedelta) -> CountingGroup:
-            return CountingGroup(store, rank, size, timeout, log, counted=size == world_size)
+            log, everyone = _current
+            return CountingGroup(store, rank, size, timeout, log, counted=size == everyone)
 
         dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
     return BACKEND

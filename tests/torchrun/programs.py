@@ -87,7 +87,7 @@ def exercise(executor: Executor) -> dict[str, Any]:
     try:
         executor.step({"1": "raise"}, gather=True)
     except StepFailed as error:
-        found["failed"] = [error.rank, error.exception_type, error.failed_ranks, error.epoch_ended]
+        found["failed"] = [error.rank, error.exception_type, list(error.failed_ranks), error.epoch_ended]
     found["after"] = executor.step(["collective"])
     return found
 
