@@ -54,8 +54,8 @@ _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _NO_TIMEOUT = timedelta(0)
 
 
-#: Where the collectives of the process groups are counted that this process makes from now on, and the ranks of all. One
-#: process may serve one group of stepcast's after another; torch takes a backend but once.
+#: Where the collectives of the process groups are counted that this process makes from now on, and the number of all
+#: ranks. One process may serve one group of stepcast's after another; torch takes a backend but once.
 _current: tuple[CollectiveLog, int]
 
 
