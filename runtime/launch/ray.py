@@ -1,22 +1,23 @@
 """The "ray" backend: ranks that Ray has placed, and its actors have started.
 
-Ray chooses nodes and devices, and holds the ranks' processes. Everything else is as under "mp": the bus, the monitor, the
-errors. A process of its own speaks with Ray (`ray_broker`): this one never imports it.
+Ray chooses nodes and devices, and holds the ranks' processes. Everything else is as under "mp": the bus, the monitor,
+the errors. A process of its own speaks with Ray (`ray_broker`): this one never imports it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO, Any
 
 import msgpack
@@ -32,7 +33,7 @@ from .attached import AttachedProcess
 from .interpreter import run_main
 from .launcher import Launcher
 from .plan import Link, Variables, identity, plan_rank, rank_variables
-from .process import WorkerProcess
+from .process import EXIT_CODE_UNKNOWN, WorkerProcess
 from .ray_order import Order
 from .seats import Seat, Spot, seat
 
@@ -40,6 +41,8 @@ from .seats import Seat, Spot, seat
 _LOOK_S = 0.1
 #: How long the broker may take to give everything back, and to end a Ray that was started for the group.
 _RELEASE_TIMEOUT_S = 10.0
+#: How long an actor that is being killed may outlive its rank.
+_ACTOR_END_S = 0.02
 #: How long the actors' processes may take to end after that.
 _ACTORS_TIMEOUT_S = 5.0
 #: What Ray appends to its directory's path, at most, to name a socket.
@@ -54,12 +57,20 @@ class RayProcess(AttachedProcess):
     Args:
         rank: the rank.
         identity: its id and start time.
+        actor: the actor's process.
         outputs: the read ends of its stdout and stderr.
     """
 
-    def __init__(self, rank: int, identity: tuple[int, int], outputs: Sequence[IO[bytes]]) -> None:
+    def __init__(self, rank: int, identity: tuple[int, int], actor: DriverWatch, outputs: Sequence[IO[bytes]]) -> None:
         super().__init__(rank, identity)
         self.outputs = outputs
+        self._actor = actor
+
+    def circumstances(self) -> str:
+        """As `WorkerProcess.circumstances`: the kernel has ended it, if its actor ends."""
+        if self.exit_code() in (-signal.SIGKILL, EXIT_CODE_UNKNOWN) and self._actor.fd is not None:
+            select.select([self._actor.fd], [], [], _ACTOR_END_S)  # it has many threads
+        return ", with its Ray actor, which has ended: Ray's logs may tell why" if self._actor.is_dead() else ""
 
     def said_bye(self) -> None:
         """As `WorkerProcess.said_bye`: the process is the group's own, and its end is waited for."""
@@ -99,35 +110,31 @@ class RayLauncher(Launcher):
         if placed is None:
             return []
         spots = [Spot.from_report(index, report) for index, report in enumerate(placed["spots"])]
-        self._actors = [DriverWatch(spot.pid, spot.start_time) for spot in spots if spot.sees_driver]
         seats = seat(spots, placed["node"])
+        self._actors = [DriverWatch(each.spot.pid, each.spot.start_time) for each in seats if each.spot.sees_driver]
         connection.send_bytes(_pack([self._start(rank, each) for rank, each in enumerate(seats)]))
         started = self._hear(connection, deadline, is_cancelled)
         if started is None:
             return []
         outputs, self._outputs = self._outputs, []
         return [
-            RayProcess(rank, (pid, start_time), files)
-            for rank, ((pid, start_time), files) in enumerate(zip(started["started"], outputs, strict=True))
+            RayProcess(rank, (pid, start_time), actor, files)
+            for rank, ((pid, start_time), actor, files) in enumerate(
+                zip(started["started"], self._actors, outputs, strict=True)
+            )
         ]
 
     def close(self) -> None:
         """Have the broker give everything back. One that takes too long is killed: then Ray takes it back."""
-        broker, self._broker = self._broker, None
-        if broker is not None:
-            broker.terminate()
-            try:
-                broker.wait(_RELEASE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                broker.kill()
-                broker.wait()
+        if self._broker is not None:
+            _end_session(self._broker)
         if self._connection is not None:
             self._connection.close()
         deadline = time.monotonic() + _ACTORS_TIMEOUT_S
-        for watch in self._actors:
-            if watch.fd is not None:
-                select.select([watch.fd], [], [], max(0.0, deadline - time.monotonic()))
-            watch.close()
+        for actor in self._actors:
+            if actor.fd is not None:
+                select.select([actor.fd], [], [], max(0.0, deadline - time.monotonic()))
+            actor.close()
         for files in self._outputs:  # of ranks that have not come to be
             for file in files:
                 file.close()
@@ -169,23 +176,27 @@ class RayLauncher(Launcher):
             answer: dict[str, Any] = msgpack.unpackb(connection.recv_bytes())
         except (EOFError, OSError):
             raise self._failed("the process that speaks with it has ended") from None
+        if "refusal" in answer:
+            raise self._refused(answer["refusal"])
         if "problem" in answer:
             raise self._failed(answer["problem"])
         return answer
 
-    def _failed(self, why: str) -> StartupError:
+    def _refused(self, why: str) -> StartupError:
         ranks = range(self._config.world_size)
         where = "a Ray on this host" if self._address is None else f"the Ray cluster at {self._address}"
-        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        tail = "\n\nlast lines of its log:\n" + "\n".join(lines) if lines else ""
         return StartupError(
-            f"the ranks can't be started by {where}: {why}{tail}", ranks=ranks, phases=dict.fromkeys(ranks, "spawning")
+            f"the ranks can't be started by {where}: {why}", ranks=ranks, phases=dict.fromkeys(ranks, "spawning")
         )
+
+    def _failed(self, why: str) -> StartupError:
+        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return self._refused("\n".join([why, *(["", "what it had to say:", *lines] if lines else [])]))
 
     def _start(self, rank: int, place: Seat) -> list[Any]:
         """Tell a rank's actor how to start it."""
         if not place.spot.sees_driver:
-            raise self._failed(
+            raise self._refused(
                 f"it has placed rank {rank} on node {place.spot.address}, and this version serves the driver's host "
                 "alone: lower world_size, or run the driver where there is room for all ranks"
             )
@@ -199,7 +210,7 @@ class RayLauncher(Launcher):
             die_with_driver=True,  # the kernel kills it when its actor ends
         )
         variables = on_node(rank_variables(self._config, boot), self._kind.visible(place.devices))
-        return [place.spot.index, boot.to_bytes(), variables, sys.path, os.getcwd(), self._make_outputs(rank)]
+        return [place.spot.index, boot.to_bytes(), variables, sys.path, os.path.realpath("."), self._make_outputs(rank)]
 
     def _make_outputs(self, rank: int) -> list[str]:
         """Make pipes with names for a rank's output, and open the read ends."""
@@ -209,8 +220,21 @@ class RayLauncher(Launcher):
         for path in paths:
             os.mkfifo(path, 0o600)
             # Else it would wait for the writer.
-            files.append(open(path, "rb", buffering=0, opener=_open_without_waiting))  # noqa: SIM115, PTH123
+            files.append(open(path, "rb", buffering=0, opener=_open_without_waiting))  # noqa: SIM115
         return paths
+
+
+def _end_session(leader: subprocess.Popen[bytes]) -> None:
+    """Let a process end in good order, then kill what is left of its session."""
+    with contextlib.suppress(ProcessLookupError):  # somebody else reaps this program's children
+        watch = DriverWatch(*identity(leader.pid))
+        os.kill(leader.pid, signal.SIGTERM)
+        if watch.fd is not None:
+            select.select([watch.fd], [], [], _RELEASE_TIMEOUT_S)
+        watch.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
 
 
 def cluster_address(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str | None:
@@ -233,8 +257,8 @@ def cluster_address(environ: Mapping[str, str], modules: Mapping[str, Any]) -> s
         address = "ray://" if client else ray.get_runtime_context().gcs_address
     if address.startswith("ray://"):
         raise ConfigError(
-            f"backend='ray': the cluster is reached by Ray Client ({address}): run the program on a node of the cluster, "
-            "with RAY_ADDRESS=auto"
+            f"backend='ray': the cluster is reached by Ray Client ({address}): run the program on a node of the "
+            "cluster, with RAY_ADDRESS=auto"
         )
     return None if address == "local" else address
 
@@ -277,7 +301,7 @@ def on_node(variables: Variables, visible: Mapping[str, str | None]) -> Variable
 
 
 def _directory_for_ray(directory: RunDirectory) -> str | None:
-    """Where a Ray that is started keeps its files: with the run's, unless the paths of its sockets would be too long."""
+    """Where a Ray that is started keeps its files: with the run's, unless the paths of sockets would be too long."""
     path = directory.path / "ray"
     fits = len(os.fsencode(path)) + len(_RAY_SOCKET_NAME) <= MAX_SOCKET_PATH_BYTES
     return str(path) if fits else None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ class RankActor:
 
     def __init__(self) -> None:
         self._rank: subprocess.Popen[bytes] | None = None
+        # Ray's own processes may outlive the one that they belong to by seconds, or for good where nobody reaps it.
+        threading.Thread(target=_end_with, args=(os.pidfd_open(os.getppid()),), daemon=True).start()
 
     def place(self, resource: str, driver: tuple[int, int], run_directory: str, niceness: int) -> dict[str, Any]:
         """Tell where this is.
@@ -99,6 +103,11 @@ class RankActor:
         if self._rank is not None:
             self._rank.kill()
             self._rank.wait()
+
+
+def _end_with(parent: int) -> None:
+    select.select([parent], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager

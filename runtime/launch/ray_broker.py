@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -32,6 +33,8 @@ from .ray_order import Order
 _PLACEMENT_GRACE_S = 3.0
 #: How long the actors may take to end their ranks.
 _END_TIMEOUT_S = 2.0
+#: How long all of the release may take; past it this process is killed, and Ray finds out by itself.
+_RELEASE_TIMEOUT_S = 8
 #: The least that Ray takes; nothing is kept in it.
 _OBJECT_STORE_BYTES = 80 << 20
 
@@ -42,7 +45,7 @@ class Unfit(Exception):
 
 def main() -> NoReturn:
     """Do what the order over stdin says, until SIGTERM, or the end of the driver."""
-    die_with_parent_thread()
+    die_with_parent_thread(signal.SIGTERM)
     order = Order.from_bytes(read_stdin())
     if os.getppid() != order.driver[0]:  # it died before that was armed
         sys.exit(1)
@@ -53,13 +56,16 @@ def main() -> NoReturn:
             starts = msgpack.unpackb(driver.recv_bytes(), unicode_errors="surrogateescape")
             driver.send_bytes(msgpack.packb(broker.start(starts)))
             driver.recv_bytes()  # nothing comes: SIGTERM ends this
-        except EOFError:
+        except (EOFError, BrokenPipeError):  # the driver has died
             pass
+        except Unfit as refusal:
+            driver.send_bytes(msgpack.packb({"refusal": str(refusal)}))
         except Exception as problem:  # noqa: BLE001 - whatever it is, the driver is told
             traceback.print_exc()
-            told = str(problem) if isinstance(problem, Unfit) else f"{type(problem).__name__}: {problem}"
+            told = f"{type(problem).__name__}: {problem}"
             driver.send_bytes(msgpack.packb({"problem": told}, unicode_errors="replace"))
         finally:
+            signal.alarm(_RELEASE_TIMEOUT_S)
             broker.release()
     sys.exit(0)
 
