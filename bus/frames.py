@@ -41,6 +41,10 @@ CONTROL_CLASS = b"C"
 PROBE_CLASS = b"P"
 #: Worker to driver.
 REPLY_CLASS = b"R"
+#: Nothing is published in it: that a rank's subscription comes and goes tells the driver of its connection.
+PRESENCE_CLASS = b"W"
+#: What a frame may have beside the payload.
+HEAD_ROOM_BYTES = 256
 
 
 class Kind(IntEnum):
@@ -256,3 +260,26 @@ def parse_times(data: bytes) -> Times:
         The times.
     """
     return Times._make(_TIMES.unpack(data))
+
+
+def presence_topic(rank: int) -> bytes:
+    """What a rank of another host subscribes to, so that the driver knows of its connection.
+
+    Args:
+        rank: the rank.
+    """
+    return PRESENCE_CLASS + rank.to_bytes(4, "little")
+
+
+def parse_presence(topic: bytes) -> int | None:
+    """Tell whose presence a topic stands for.
+
+    Args:
+        topic: what was subscribed to.
+
+    Returns:
+        The rank; None where it is another topic.
+    """
+    if len(topic) != len(PRESENCE_CLASS) + 4 or not topic.startswith(PRESENCE_CLASS):
+        return None
+    return int.from_bytes(topic[len(PRESENCE_CLASS) :], "little")

@@ -13,11 +13,14 @@ from typing import NamedTuple
 import zmq
 
 from .errors import ProtocolError
-from .frames import DRIVER_RANK, Flag, Wire, new_tuple
+from .frames import DRIVER_RANK, Flag, Wire, new_tuple, parse_presence
+from .gate import Gate
 from .sockets import plain_send
 
 #: Messages beyond the window that a pipe holds before the socket refuses a send; the window keeps us well below it.
 _HIGH_WATER_SLACK = 64
+#: What comes over tcp is a handshake's commands and subscriptions: nothing larger is allocated for a stranger.
+_MAX_SUBSCRIPTION_BYTES = 1024
 
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _BUFFERS = int(Flag.BUFFERS)
@@ -48,6 +51,13 @@ class Publisher:
         world_size: the number of ranks.
         max_in_flight: the window in messages.
         max_in_flight_bytes: the window in bytes of payload and buffers.
+        gate: lets ranks of other hosts in; None where there are none.
+
+    Attributes:
+        endpoint: where the socket is bound.
+        tcp_endpoint: where ranks of other hosts connect; None without a gate.
+        present: the ranks of other hosts whose control socket is connected, as far as `drain_subscriptions` knows. One
+            whose process ends is missed within milliseconds, and so is one whose connection will be restored.
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class Publisher:
         world_size: int,
         max_in_flight: int,
         max_in_flight_bytes: int,
+        gate: Gate | None = None,
     ) -> None:
         self._wire = Wire(run_id, epoch)
         self._max_in_flight = max_in_flight
@@ -77,12 +88,19 @@ class Publisher:
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._socket.setsockopt(zmq.SNDHWM, max_in_flight + _HIGH_WATER_SLACK)
         self._socket.bind(endpoint)
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._gate = gate
+        self.tcp_endpoint: str | None = None
+        if gate is not None:
+            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
+            self.tcp_endpoint = gate.bind(self._socket)
+        self.present: set[int] = set()
         self._plain_send = plain_send(self._socket)
 
     @property
-    def endpoint(self) -> str:
-        """Where the socket is bound."""
-        return self._socket.get_string(zmq.LAST_ENDPOINT)
+    def fd(self) -> int:
+        """A descriptor that becomes readable when subscriptions may have come; only after `drain_subscriptions`."""
+        return int(self._socket.getsockopt(zmq.FD))
 
     @property
     def in_flight(self) -> int:
@@ -243,7 +261,7 @@ class Publisher:
         return count
 
     def drain_subscriptions(self) -> int:
-        """Read the subscription messages that have come, which would pile up otherwise.
+        """Read the subscription messages that have come, which would pile up otherwise, and note who is `present`.
 
         Returns:
             How many came.
@@ -251,10 +269,22 @@ class Publisher:
         count = 0
         while True:
             try:
-                self._socket.recv(zmq.NOBLOCK)
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return count
             count += 1
+            if self._gate is not None:
+                self._note_presence(frame, self._gate)
+
+    def _note_presence(self, frame: zmq.Frame, gate: Gate) -> None:
+        message = frame.bytes
+        rank = parse_presence(message[1:])
+        if rank is None:
+            return
+        if message[0] == 0:  # the last subscription of the kind has ended: libzmq does not say whose
+            self.present.discard(rank)
+        elif gate.rank_of(frame) == rank:
+            self.present.add(rank)
 
     def close(self) -> None:
         """Close the socket, dropping what was not sent."""

@@ -1,21 +1,20 @@
-"""Workers answer on PUSH sockets; the driver reads them all on one PULL socket."""
+"""The driver's PULL socket, on which it reads what all workers answer."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sized
 from typing import NamedTuple
 
 import zmq
 
 from .frames import (
+    HEAD_ROOM_BYTES,
     HEADER_BYTES,
     PLACE,
     PLACE_START,
-    TIMED_PLACE,
     TIMES_BYTES,
     BadFrame,
     Flag,
@@ -23,10 +22,9 @@ from .frames import (
     Kind,
     Wire,
     new_tuple,
-    pack_times,
 )
-from .sockets import HEAD_ROOM_BYTES, receive_buffers
-from .zmtp import LinkLost, ZmtpSocket
+from .gate import Gate
+from .sockets import receive_buffers
 
 _WAKE_ENDPOINT = "inproc://wake"
 
@@ -65,10 +63,13 @@ class ReplyReader:
         epoch: the life of the group.
         world_size: the number of ranks.
         max_message_bytes: the largest frame that is accepted, checked by ZeroMQ before it allocates.
+        gate: lets ranks of other hosts in; None where there are none.
 
     Attributes:
+        endpoint: where the socket is bound.
         dropped: counts of what was dropped, by reason: "foreign" (not of this run), "epoch" (an earlier life of the
-            group), "rank" (no such rank).
+            group), "rank" (no such rank), "impostor" (it came over another rank's connection).
+        tcp_endpoint: where ranks of other hosts connect; None without a gate.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ReplyReader:
         epoch: int,
         world_size: int,
         max_message_bytes: int,
+        gate: Gate | None = None,
     ) -> None:
         self._wire = Wire(run_id, epoch)
         self._plain_result = self._wire.start(_RESULT, 0)
@@ -90,18 +92,20 @@ class ReplyReader:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + HEAD_ROOM_BYTES)
         # What wakes a thread that is blocked in `receive` comes the same way as the replies.
         self._socket.bind(_WAKE_ENDPOINT)
-        self._socket.bind(endpoint)  # the last one: `endpoint` tells it
+        self._socket.bind(endpoint)
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.tcp_endpoint: str | None = None
+        self._receive: Callable[..., bytes] = self._socket.recv
+        if gate is not None:
+            self._gate = gate
+            self.tcp_endpoint = gate.bind(self._socket)
+            self._receive = self._receive_checked
         self._timeout_ms = -1
         self._heads: list[bytes] = []
         self._wake_lock = threading.RLock()  # a signal handler or a finalizer may come in between
         self._wake_socket = context.socket(zmq.PUSH)
         self._wake_socket.setsockopt(zmq.LINGER, 0)
         self._wake_socket.connect(_WAKE_ENDPOINT)
-
-    @property
-    def endpoint(self) -> str:
-        """Where the socket is bound."""
-        return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     @property
     def fd(self) -> int:
@@ -116,7 +120,7 @@ class ReplyReader:
         """
         while True:
             try:
-                head = self._heads.pop(0) if self._heads else self._socket.recv(_NOBLOCK)
+                head = self._heads.pop(0) if self._heads else self._receive(_NOBLOCK)
             except zmq.Again:
                 return None
             reply = self._judge(head)
@@ -142,7 +146,7 @@ class ReplyReader:
         if timeout_ms != self._timeout_ms:
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
             self._timeout_ms = timeout_ms
-        receive, plain_result = self._socket.recv, self._plain_result
+        receive, plain_result = self._receive, self._plain_result
         # Not a local list: where a signal handler raises in between, what has come is kept for the next one who reads.
         heads = self._heads
         plain = False
@@ -168,6 +172,19 @@ class ReplyReader:
                     self._wake_socket.send(b"", _NOBLOCK)
                 except zmq.Again:  # so many lie there unread that nobody needs another
                     return
+
+    def _receive_checked(self, flags: int = 0) -> bytes:
+        """Receive a head, as `recv` does; where the connection is a rank's, it must be of that rank."""
+        frame = self._socket.recv(flags, copy=False)
+        head = frame.bytes
+        rank = self._gate.rank_of(frame)
+        if rank is not None and len(head) >= HEADER_BYTES:
+            _, _, claimed = PLACE.unpack_from(head, PLACE_START)
+            if claimed != rank:
+                receive_buffers(self._socket)
+                self._drop("impostor", f"rank {rank}'s connection brought one that claims to be rank {claimed}'s")
+                return b""  # as `wake`: who waits asks again whether to go on
+        return head
 
     def _judge(self, head: bytes) -> Reply | None:
         # An answer is judged here: the way of every step, with few calls. All else goes the long way.
@@ -210,81 +227,3 @@ class ReplyReader:
         if not self.dropped[reason]:
             _log.warning("dropped a message on the reply endpoint: %s (later ones are only counted)", detail)
         self.dropped[reason] += 1
-
-
-class ReplySender:
-    """A worker's PUSH socket. Each of its threads has its own.
-
-    Args:
-        endpoint: the driver's PULL endpoint.
-        run_id: 16 bytes.
-        epoch: the life of the group.
-        rank: this rank.
-        timeout_s: the longest that a send may wait for the driver to read, in seconds.
-        reconnect_timeout_s: how long a send tries to restore a connection that has ended; zero for one attempt.
-
-    Raises:
-        OSError: the driver is not there.
-    """
-
-    def __init__(
-        self, endpoint: str, *, run_id: bytes, epoch: int, rank: int, timeout_s: float, reconnect_timeout_s: float
-    ) -> None:
-        self._wire = Wire(run_id, epoch)
-        self._rank = rank
-        self._reconnect_timeout_s = reconnect_timeout_s
-        self._plain_result = self._wire.start(_RESULT, 0)
-        self._socket = ZmtpSocket(endpoint, "PUSH", send_timeout_s=timeout_s)
-
-    def send(
-        self,
-        kind: int,
-        sequence: int = 0,
-        step: int = 0,
-        frames: Sequence[bytes | memoryview] = (),
-        flags: int = 0,
-        times: tuple[int, int, int, int, int, int] | None = None,
-    ) -> None:
-        """Send a message to the driver.
-
-        Args:
-            kind: a reply `Kind`.
-            sequence: the sequence number answered, where there is one.
-            step: the step's id, where there is one.
-            frames: payload and buffers; they may change once this returns.
-            flags: `Flag` values.
-            times: given with RESULT and FAILURE, as in `Times`.
-
-        Raises:
-            TimeoutError: the driver has not read for the time limit.
-            LinkLost: the connection has ended, and could not be restored.
-        """
-        parts: Sequence[bytes | memoryview]
-        buffers = frames[1:]
-        if kind == _RESULT and times is not None and not buffers:  # the way of every step, with few calls
-            parts = (self._plain_result, TIMED_PLACE.pack(sequence, step, self._rank, *times), *frames)
-        else:
-            if buffers:
-                flags |= _BUFFERS
-            head = self._wire.pack(kind, sequence, step, self._rank, flags)
-            parts = (head, pack_times(times) if times is not None else b"", *frames[:1])
-        try:
-            self._socket.send(parts, buffers)
-        except ConnectionError:
-            self._send_again(parts, buffers)
-
-    def _send_again(self, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | memoryview]) -> None:
-        deadline = time.monotonic() + self._reconnect_timeout_s
-        while True:
-            self._socket.reconnect(max(0.0, deadline - time.monotonic()))
-            try:
-                self._socket.send(parts, buffers)
-            except ConnectionError as error:  # it has come back, and ended again
-                if time.monotonic() >= deadline:
-                    raise LinkLost(f"the connection to the driver ends again and again: {error}") from error
-            else:
-                return
-
-    def close(self) -> None:
-        """Close the socket. What was sent still arrives."""
-        self._socket.close()

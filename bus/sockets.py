@@ -1,4 +1,4 @@
-"""What the sockets of both sides share."""
+"""What libzmq's sockets share, on the driver's side and on that of a rank of another host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import Any
 
 import zmq
 
-#: What a frame may have beside the payload.
-HEAD_ROOM_BYTES = 256
+#: How long a tcp connection may carry nothing that it should, until the kernel gives it up. A link that is cut for less
+#: loses nothing: TCP sends again. The host at the other end has gone, or is frozen with its buffers full.
+LINK_TIMEOUT_S = 30.0
+#: An idle connection is asked for a sign of life as often.
+_KEEPALIVE_S = 10
+#: How long the other side may take for the handshake. A rank whose key is not known yet tries again after this.
+HANDSHAKE_TIMEOUT_S = 3.0
+
 _RCVMORE = int(zmq.RCVMORE)
 
 
@@ -38,3 +44,20 @@ def plain_send(socket: zmq.Socket[bytes]) -> Callable[..., Any]:
     """
     backend_send: Callable[..., Any] = super(zmq.Socket, socket).send
     return backend_send
+
+
+def tune_tcp(socket: zmq.Socket[bytes]) -> None:
+    """Have a socket's tcp connections, from now on, notice in bounded time that the other host has gone.
+
+    The kernels do it, not ZMTP's heartbeats: a process that is stopped for a while keeps its connections and what is on
+    its way, since its kernel goes on to answer.
+
+    Args:
+        socket: the socket.
+    """
+    socket.setsockopt(zmq.TCP_MAXRT, int(LINK_TIMEOUT_S * 1000))  # TCP_USER_TIMEOUT: for data that is not acknowledged
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, int(LINK_TIMEOUT_S) // _KEEPALIVE_S)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .frames import (
     CONTROL_CLASS,
     FLAGS_AT,
+    HEAD_ROOM_BYTES,
     HEADER_BYTES,
     PLACE,
     PLACE_START,
@@ -20,9 +21,11 @@ from .frames import (
     Kind,
     Wire,
     new_tuple,
+    presence_topic,
 )
-from .sockets import HEAD_ROOM_BYTES
-from .zmtp import RECONNECT_TIMEOUT_S, ZmtpSocket
+from .keys import RankKeys
+from .links import connect
+from .zmtp import RECONNECT_TIMEOUT_S
 
 _BUFFERS = int(Flag.BUFFERS)
 _GATHER = int(Flag.GATHER)
@@ -70,11 +73,15 @@ class _Subscriber:
         run_id: bytes,
         epoch: int,
         max_message_bytes: int,
+        keys: RankKeys | None,
+        presence: bytes = b"",
     ) -> None:
         self._wire = Wire(run_id, epoch)
         self.foreign = 0
         # What can be queued here is bounded by the driver's windows.
-        self.socket = ZmtpSocket(endpoint, "SUB", max_frame_bytes=max_message_bytes + HEAD_ROOM_BYTES)
+        self.socket = connect(endpoint, "SUB", keys, max_frame_bytes=max_message_bytes + HEAD_ROOM_BYTES)
+        if presence:
+            self.socket.subscribe(presence)
         # PROBE is subscribed to last: subscriptions travel in order, so a PROBE that arrives proves the other one.
         self.socket.subscribe(message_class)
         self.socket.subscribe(PROBE_CLASS)
@@ -137,7 +144,8 @@ class StepSubscriber(_Subscriber):
         endpoint: the driver's PUB endpoint.
         run_id: 16 bytes.
         epoch: the life of the group.
-        max_message_bytes: the largest frame that is accepted, checked by ZeroMQ before it allocates.
+        max_message_bytes: the largest frame that is accepted, checked before it is allocated.
+        keys: for a driver on another host.
 
     Attributes:
         sequence: the sequence number of the last message taken in order.
@@ -151,6 +159,7 @@ class StepSubscriber(_Subscriber):
         run_id: bytes,
         epoch: int,
         max_message_bytes: int,
+        keys: RankKeys | None = None,
     ) -> None:
         super().__init__(
             endpoint,
@@ -158,6 +167,7 @@ class StepSubscriber(_Subscriber):
             run_id=run_id,
             epoch=epoch,
             max_message_bytes=max_message_bytes,
+            keys=keys,
         )
         self.sequence = 0
         self.duplicates = 0
@@ -210,8 +220,26 @@ class ControlSubscriber(_Subscriber):
         endpoint: the driver's PUB endpoint.
         run_id: 16 bytes.
         epoch: the life of the group.
+        presence_of: the rank, where the driver is to learn at once that this connection ends; it sees a process of its
+            own host end without.
+        keys: for a driver on another host.
     """
 
-    def __init__(self, endpoint: str, *, run_id: bytes, epoch: int) -> None:
-        # Control messages are a header and nothing else.
-        super().__init__(endpoint, message_class=CONTROL_CLASS, run_id=run_id, epoch=epoch, max_message_bytes=1024)
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        run_id: bytes,
+        epoch: int,
+        presence_of: int | None = None,
+        keys: RankKeys | None = None,
+    ) -> None:
+        super().__init__(
+            endpoint,
+            message_class=CONTROL_CLASS,
+            run_id=run_id,
+            epoch=epoch,
+            max_message_bytes=1024,  # control messages are a header and nothing else
+            keys=keys,
+            presence=b"" if presence_of is None else presence_topic(presence_of),
+        )

@@ -61,6 +61,9 @@ class ZmtpSocket:
         ConnectionError, FileNotFoundError, TimeoutError: nobody greets there.
     """
 
+    #: The kernel wakes who waits whenever there is something.
+    look_interval_s: float | None = None
+
     def __init__(
         self, endpoint: str, socket_type: str, *, max_frame_bytes: int = 0, send_timeout_s: float | None = None
     ) -> None:

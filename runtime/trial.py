@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -11,9 +18,11 @@ from stepcast.bus.errors import StepcastError
 from .config import ExecutorConfig
 from .executor import Executor
 
-_NOT_YET = ("torchrun", "ray")
 _WORKER = "stepcast.workers.echo:Echo"
 _WORLD_SIZES = {"mp": 2, "uni": 1}
+_TORCHRUN_RANKS = 2
+#: torchrun, and each of its ranks, imports torch first.
+_TORCHRUN_LIMIT_S = 60.0
 _STEPS = 20
 _LIMITS = {"startup_timeout_s": 20.0, "step_timeout_s": 5.0, "stop_timeout_s": 3.0, "terminate_timeout_s": 1.0}
 
@@ -49,7 +58,7 @@ def try_backends(config: ExecutorConfig) -> dict[str, Trial]:
         How it went, by the backend's name.
     """
     trials = {name: try_backend(config, name, world_size) for name, world_size in _WORLD_SIZES.items()}
-    return trials | {name: Trial(available=False, problem="not available in this version") for name in _NOT_YET}
+    return trials | {"torchrun": try_torchrun()}
 
 
 def try_backend(config: ExecutorConfig, backend: str, world_size: int) -> Trial:
@@ -95,7 +104,47 @@ def try_backend(config: ExecutorConfig, backend: str, world_size: int) -> Trial:
     )
 
 
+def try_torchrun() -> Trial:
+    """Have torchrun start a small group, as `try_backend` does, from an environment without torchrun's own variables.
+
+    Returns:
+        How it went.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return Trial(available=False, problem="needs torch, which brings torchrun: pip install torch")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={_TORCHRUN_RANKS}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # it makes a directory for them, and leaves it behind
+            done = subprocess.run(
+                [*command, f"--log-dir={logs}", "-m", "stepcast.runtime.trial"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_TORCHRUN_LIMIT_S,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        return Trial(available=False, problem=f"torchrun has not come to an end within {_TORCHRUN_LIMIT_S:g} s")
+    line = done.stdout.strip().rpartition("\n")[2]
+    try:
+        return Trial(**json.loads(line))
+    except (ValueError, TypeError):
+        words = next((each for each in reversed(done.stderr.splitlines()) if "Error" in each), "it said nothing")
+        return Trial(available=False, problem=f"torchrun exited with code {done.returncode}: {words.strip()}")
+
+
+def main() -> None:
+    """Be one rank of `try_torchrun`; rank 0 prints the outcome."""
+    config = ExecutorConfig(worker=_WORKER, run_dir=os.environ.get("STEPCAST_RUN_DIR"))
+    sys.stdout.write(json.dumps(dataclasses.asdict(try_backend(config, "torchrun", config.world_size))))
+
+
 def _time_step(executor: Executor) -> int:
     began = time.perf_counter_ns()
     executor.step(b"", gather=True)
     return time.perf_counter_ns() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ from stepcast.bus import codec
 from stepcast.bus.errors import ConfigError
 from stepcast.bus.frames import NO_TIMES, Flag, Kind
 from stepcast.bus.liveness import Phase
-from stepcast.bus.replies import ReplySender
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, StepSubscriber
 from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S, LinkLost
 
@@ -183,9 +183,19 @@ class _Rank:
                     raise
             time.sleep(_CONNECT_INTERVAL_S)
         self._steps = StepSubscriber(
-            boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch, max_message_bytes=boot.max_message_bytes
+            boot.publish_endpoint,
+            run_id=boot.run_id,
+            epoch=boot.epoch,
+            max_message_bytes=boot.max_message_bytes,
+            keys=boot.curve,
         )
-        control = ControlSubscriber(boot.publish_endpoint, run_id=boot.run_id, epoch=boot.epoch)
+        control = ControlSubscriber(
+            boot.publish_endpoint,
+            run_id=boot.run_id,
+            epoch=boot.epoch,
+            presence_of=None if boot.curve is None else boot.rank,
+            keys=boot.curve,
+        )
         # The responder watches the driver's life, and never waits for a connection.
         self._responder = Responder(control, self._reply_sender(0.0), self._board, self._watch)
 
@@ -288,4 +298,5 @@ class _Rank:
             rank=boot.rank,
             timeout_s=boot.reply_timeout_s,
             reconnect_timeout_s=reconnect_timeout_s,
+            keys=boot.curve,
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgpack
 
+from stepcast.bus.keys import RankKeys
+
 
 @dataclass(frozen=True, kw_only=True)
 class BootConfig:
@@ -34,6 +36,7 @@ class BootConfig:
         log_level: the level of its logging, as a name.
         check_collectives: whether the worker's collectives are counted.
         keepalive: as in `ExecutorConfig`.
+        curve: the keys for a driver on another host, whose endpoints are ``tcp://``; None for one on this host.
         arguments: the driver's `sys.argv`: a script that is loaded for its worker class may read them.
     """
 
@@ -65,6 +68,7 @@ class BootConfig:
     keepalive: str
     arguments: Sequence[str]
     options: Mapping[str, Any] = field(default_factory=dict)
+    curve: RankKeys | None = field(default=None, repr=False)
 
     def to_bytes(self) -> bytes:
         """Encode it for a pipe or a file.
@@ -86,4 +90,6 @@ class BootConfig:
         Returns:
             The configuration.
         """
-        return cls(**msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape"))
+        fields = msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape")
+        curve = fields.pop("curve")
+        return cls(**fields, curve=None if curve is None else RankKeys(**curve))

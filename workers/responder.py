@@ -13,8 +13,9 @@ import msgpack
 
 from stepcast.bus.frames import Kind
 from stepcast.bus.liveness import Phase, TailGap
-from stepcast.bus.replies import ReplySender
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber
+from stepcast.bus.zmtp import RECONNECT_TIMEOUT_S
 
 from .board import Board
 from .death_watch import DriverWatch
@@ -53,6 +54,7 @@ class Responder(threading.Thread):
         self._board = board
         self._watch = watch
         self._tail = TailGap()
+        self._lost_at = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
     def run(self) -> None:
@@ -82,34 +84,43 @@ class Responder(threading.Thread):
     def _run(self) -> None:
         connected = True
         while True:
-            ready = self._wait(connected)
-            if self._wake in ready:
-                return
+            # The descriptor may call for nothing, and libzmq's calls but once: the socket itself is asked, and first.
             if not connected:
                 connected = self._reconnect()
-            elif self._control.socket.fileno() in ready:
+            elif self._control.socket.poll(0):
                 connected = self._answer_all()
             if self._watch.is_dead():
                 # The loop thread may be in a collective or in user code that never returns: nothing is left to
                 # finish for, so the process ends here and now.
                 os._exit(EXIT_DRIVER_GONE)
+            if self._must_stop(connected):
+                return
 
-    def _wait(self, connected: bool) -> set[int]:  # noqa: FBT001 - private, and there is only this one
+    def _must_stop(self, connected: bool) -> bool:  # noqa: FBT001 - private, and there is only this one
+        """Wait until something has come or is due. Returns whether it was `stop`."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
-        timeout_s = None if self._watch.fd is not None else _WATCH_INTERVAL_S
+        intervals_s = [_WATCH_INTERVAL_S] if self._watch.fd is None else []
         if self._watch.fd is not None:
             poller.register(self._watch.fd, select.POLLIN)
         if connected:
             poller.register(self._control.socket, select.POLLIN)
+            intervals_s += [] if (look_s := self._control.socket.look_interval_s) is None else [look_s]
         else:
-            timeout_s = _RECONNECT_INTERVAL_S
-        return {fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)}
+            intervals_s.append(_RECONNECT_INTERVAL_S)
+        ready = poller.poll(min(intervals_s) * 1000 if intervals_s else None)
+        return any(fd == self._wake for fd, _ in ready)
 
     def _reconnect(self) -> bool:
         try:
             self._control.socket.reconnect(0.0)
-        except OSError:
+        except OSError as error:
+            is_remote = self._control.socket.look_interval_s is not None
+            if is_remote and time.monotonic() - self._lost_at >= RECONNECT_TIMEOUT_S:
+                # The watch is over this host. That the driver's has gone shows in nothing else, and the loop thread may
+                # be in a collective.
+                _log.error("this rank ends after %g s without a connection: %s", RECONNECT_TIMEOUT_S, error)
+                os._exit(EXIT_LINK_LOST)
             return False
         return True
 
@@ -120,6 +131,7 @@ class Responder(threading.Thread):
             while self._control.socket.has_unread:
                 self._answer()
         except ConnectionError:
+            self._lost_at = time.monotonic()
             return False
         return True
 

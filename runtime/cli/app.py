@@ -23,6 +23,7 @@ from rich.console import Console
 from stepcast.bus.errors import ConfigError
 from stepcast.runtime.config import START_METHODS, ExecutorConfig
 from stepcast.runtime.doctor import examine
+from stepcast.runtime.launch.agent import is_follower
 from stepcast.runtime.log import configure_logging
 from stepcast.runtime.platforms import package_version
 
@@ -150,9 +151,10 @@ def generate(
         from .generate import prepare, run  # noqa: PLC0415
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        console = None if settings.log_format == "json" else Console(stderr=True)
+        follows = is_follower(settings)  # then rank 0's process alone speaks to people
+        console = None if settings.log_format == "json" or follows else Console(stderr=True)
         job = prepare(settings, prompts, params, model=model, chat=not raw, console=console)
-        result = run(job, Display() if as_json else choose_display(out, prompts), console)
+        result = run(job, Display() if as_json or follows else choose_display(out, prompts), console)
         if as_json:
             print(json.dumps(result.to_json()), file=out, flush=True)
         elif console is not None:

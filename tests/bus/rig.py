@@ -15,8 +15,11 @@ import zmq
 
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.frames import STEP_CLASS, Kind, Wire
+from stepcast.bus.gate import Gate
+from stepcast.bus.keys import KeyPair, RankKeys
 from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import Reply, ReplyReader, ReplySender
+from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber, Gap, Message, StepSubscriber
 from tests.harness import wait_until
 
@@ -45,8 +48,18 @@ class Rig:
         self.directory = directory
         self._made: list[Any] = []
 
+    def gate(self, address: str = "127.0.0.1") -> Gate:
+        """Make a gate for the driver's sockets."""
+        return self._keep(Gate(self.context, address))
+
     def publisher(
-        self, *, world_size: int = 1, window: int = 8, window_bytes: int = 1 << 30, name: str = "publish"
+        self,
+        *,
+        world_size: int = 1,
+        window: int = 8,
+        window_bytes: int = 1 << 30,
+        name: str = "publish",
+        gate: Gate | None = None,
     ) -> Publisher:
         """Bind a driver's publisher."""
         return self._keep(
@@ -58,10 +71,13 @@ class Rig:
                 world_size=world_size,
                 max_in_flight=window,
                 max_in_flight_bytes=window_bytes,
+                gate=gate,
             )
         )
 
-    def steps(self, endpoint: str | None = None, *, max_message_bytes: int = 1 << 26) -> StepSubscriber:
+    def steps(
+        self, endpoint: str | None = None, *, max_message_bytes: int = 1 << 26, keys: RankKeys | None = None
+    ) -> StepSubscriber:
         """Connect a rank's step socket."""
         return self._keep(
             StepSubscriber(
@@ -69,15 +85,18 @@ class Rig:
                 run_id=RUN_ID,
                 epoch=EPOCH,
                 max_message_bytes=max_message_bytes,
+                keys=keys,
             )
         )
 
-    def control(self, endpoint: str | None = None) -> ControlSubscriber:
+    def control(
+        self, endpoint: str | None = None, *, presence_of: int | None = None, keys: RankKeys | None = None
+    ) -> ControlSubscriber:
         """Connect a rank's control socket."""
         endpoint = endpoint or self.directory.endpoint("publish")
-        return self._keep(ControlSubscriber(endpoint, run_id=RUN_ID, epoch=EPOCH))
+        return self._keep(ControlSubscriber(endpoint, run_id=RUN_ID, epoch=EPOCH, presence_of=presence_of, keys=keys))
 
-    def reader(self, *, world_size: int = 2, max_message_bytes: int = 1 << 26) -> ReplyReader:
+    def reader(self, *, world_size: int = 2, max_message_bytes: int = 1 << 26, gate: Gate | None = None) -> ReplyReader:
         """Bind a driver's reply socket."""
         return self._keep(
             ReplyReader(
@@ -87,6 +106,7 @@ class Rig:
                 epoch=EPOCH,
                 world_size=world_size,
                 max_message_bytes=max_message_bytes,
+                gate=gate,
             )
         )
 
@@ -97,6 +117,7 @@ class Rig:
         endpoint: str | None = None,
         timeout_s: float = LIMIT_S,
         reconnect_timeout_s: float = LIMIT_S,
+        keys: RankKeys | None = None,
     ) -> ReplySender:
         """Connect a rank's reply socket."""
         return self._keep(
@@ -107,6 +128,7 @@ class Rig:
                 rank=rank,
                 timeout_s=timeout_s,
                 reconnect_timeout_s=reconnect_timeout_s,
+                keys=keys,
             )
         )
 
@@ -121,6 +143,11 @@ class Rig:
         """Make a link to the publisher, or to another socket."""
         path = self.directory.path
         return self._keep(Link(path / name, path / to))
+
+    def tcp_link(self, target: str | None) -> TcpLink:
+        """Make a link to a socket that is bound on tcp."""
+        assert target is not None
+        return self._keep(TcpLink(target))
 
     def close(self) -> None:
         """Close all that was made."""
@@ -197,13 +224,22 @@ class Link:
             self._flowing.clear()
 
     async def _mend(self) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, self._path)
+        self._server = await self._listen()
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_unix_server(self._accept, self._path)
+
+    def _forget(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self._target)
 
     async def _cut(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
-            self._path.unlink(missing_ok=True)
+            self._forget()
         pumps = tuple(self._pumps)
         for pump in pumps:
             pump.cancel()
@@ -216,7 +252,7 @@ class Link:
         self._pumps.add(task)
         task.add_done_callback(self._pumps.discard)
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            target_reader, target_writer = await asyncio.open_unix_connection(self._target)
+            target_reader, target_writer = await self._dial()
             try:
                 await asyncio.gather(self._up(reader, target_writer), self._down(target_reader, writer))
             finally:
@@ -238,6 +274,38 @@ class Link:
                 await writer.drain()
                 self._allow(self._allowed - len(part))
         raise ConnectionResetError
+
+
+class TcpLink(Link):
+    """The same, over tcp.
+
+    Args:
+        target: where the driver is bound.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._port = 0
+        self._target_port = int(target.rpartition(":")[2])
+        super().__init__(Path(), Path())
+        self.endpoint = f"tcp://127.0.0.1:{self._port}"
+
+    async def _listen(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        self._port = server.sockets[0].getsockname()[1]
+        return server
+
+    def _forget(self) -> None:
+        """Nothing is left of a port."""
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self._target_port)
+
+
+def admitted(gate: Gate, rank: int) -> RankKeys:
+    """Make a rank's keys, and have the driver's gate let them in."""
+    keys = RankKeys.of(gate.public_key, KeyPair.make())
+    gate.admit(rank, keys.public)
+    return keys
 
 
 def greet(publisher: Publisher, *subscribers: StepSubscriber | ControlSubscriber) -> None:

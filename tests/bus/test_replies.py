@@ -22,7 +22,8 @@ from stepcast.bus.frames import (
     pack_times,
     parse_times,
 )
-from stepcast.bus.replies import ReplyReader, ReplySender
+from stepcast.bus.replies import ReplyReader
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.zmtp import LinkLost
 from tests.bus.rig import EPOCH, LIMIT_MS, LIMIT_S, RUN_ID, WIRE, Rig, read
 from tests.harness import wait_until

@@ -104,7 +104,7 @@ class Rank:
         self.epoch = epoch
         self.stale = 0
         socket = FakeSocket(self.connection)
-        with patch.object(subscriber, "ZmtpSocket", lambda *_, **__: socket):
+        with patch.object(subscriber, "connect", lambda *_, **__: socket):
             self.steps = StepSubscriber("", run_id=RUN_ID, epoch=epoch, max_message_bytes=1000)
         self.taken: list[tuple[int, list[bytes]]] = []
         self.loop_says: deque[tuple[Kind, int]] = deque()

@@ -72,7 +72,7 @@ def test_help(command: list[str]) -> None:
     [
         (["generate"], "Missing argument"),
         (["generate", "--bogus", "hi"], "No such option: --bogus"),
-        (["generate", "--backend", "ray", "hi"], "'ray' is not one of 'mp', 'uni'"),
+        (["generate", "--distributed-executor-backend", "foo", "hi"], "'foo' is not one of 'mp', 'torchrun', 'ray'"),
         (["generate", "--world-size", "three", "hi"], "Invalid value for '--world-size'"),
         (["train"], "No such command 'train'"),
     ],

@@ -346,15 +346,51 @@ def test_one_process_can_not_hold_two_ranks() -> None:
         config(backend="uni", world_size=2)
 
 
-def test_no_group_is_started_inside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher has started every rank already; the error names it, and the two ways out."""
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a process that torchrun has started as one of three."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for backend, world_size in ((None, 1), (None, 2), ("mp", 1), ("mp", 2)):
-        with pytest.raises(ConfigError, match=r"torchrun.*without torchrun, or use backend='uni'"):
-            config(backend=backend, world_size=world_size).resolved_backend  # noqa: B018
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_under_torchrun_its_ranks_are_the_group() -> None:
+    assert config().world_size == 3
+    assert config().resolved_backend == "torchrun"
+    assert config(backend="torchrun").resolved_backend == "torchrun"
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_no_other_group_is_started_inside_torchrun(backend: str) -> None:
+    """It has started every rank already; the error names the ways out."""
+    with pytest.raises(ConfigError, match=r"started by torchrun.*leave the backend at 'torchrun'.*without torchrun"):
+        config(backend=backend).resolved_backend  # noqa: B018
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"restart": "on_failure"}, "--max-restarts"), ({"start_method": "fork"}, "torchrun has started the ranks")],
+)
+def test_what_is_the_agents_business_is_refused_under_torchrun(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config(**settings).resolved_backend  # noqa: B018
+
+
+def test_torchruns_backend_needs_torchrun() -> None:
+    with pytest.raises(ConfigError, match=r"not started by it: run `torchrun --nproc-per-node N program`"):
+        config(backend="torchrun").resolved_backend  # noqa: B018
+
+
+def test_a_world_size_of_torchruns_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ConfigError, match="give world_size"):
+        config()
 
 
 def test_one_rank_in_this_process_is_fine_inside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts nothing that torchrun has started."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert config(backend="uni").resolved_backend == "uni"
+    assert config(backend="uni", world_size=1).resolved_backend == "uni"

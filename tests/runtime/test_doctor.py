@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -297,22 +298,40 @@ def test_kernel_features_are_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_backend_is_started() -> None:
-    """Mp and uni work here, with their times; the others are not there yet."""
+    """Those whose software is installed work here, with their times; of the others the report says what they need."""
     trials = trial.try_backends(ExecutorConfig(worker=ECHO))
-    assert {name: each.available for name, each in trials.items()} == {
-        "mp": True,
-        "uni": True,
-        "torchrun": False,
-        "ray": False,
-    }
-    for name in ("mp", "uni"):
+    expected = {"mp", "uni"} | ({"torchrun"} if importlib.util.find_spec("torch") else set())
+    assert {name for name, each in trials.items() if each.available} >= expected
+    for name in expected:
         found = trials[name]
         assert found.problem is None
         assert found.start_s is not None
         assert found.shutdown_s is not None
         assert found.step_us is not None
         assert found.step_us > 0
-    assert trials["ray"].problem == "not available in this version"
+    if "torchrun" not in expected:
+        assert trials["torchrun"].problem == "needs torch, which brings torchrun: pip install torch"
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        (
+            "import sys; sys.stderr.write('noise\\nTypeError: no port\\nmore'); sys.exit(3)",
+            "code 3: TypeError: no port",
+        ),
+        ("import time; time.sleep(60)", "not come to an end within 0.5 s"),
+    ],
+)
+def test_a_torchrun_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, program: str, problem: str) -> None:
+    """A program in torchrun's place that fails, and one that hangs."""
+    run = subprocess.run
+    monkeypatch.setattr(trial.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(trial, "_TORCHRUN_LIMIT_S", 0.5)
+    monkeypatch.setattr(trial.subprocess, "run", lambda command, **options: run([command[0], "-c", program], **options))
+    found = trial.try_torchrun()
+    assert not found.available
+    assert problem in (found.problem or "")
 
 
 @pytest.mark.parametrize(
@@ -363,9 +382,9 @@ def test_the_command_prints_one_object() -> None:
 
 def test_the_command_fails_where_a_backend_does() -> None:
     """Inside torchrun's environment mp can't start: exit code 1, and the report says why."""
-    done = stepcast("doctor", TORCHELASTIC_RUN_ID="1")
+    done = stepcast("doctor", TORCHELASTIC_RUN_ID="1", WORLD_SIZE="3")
     assert done.returncode == 1
-    assert "backend mp        no  this process was started by torchrun" in done.stdout
+    assert "backend mp        no  backend='mp': this process was started by torchrun" in done.stdout
     assert "backend uni       ok" in done.stdout
 
 

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import zmq
 
+from stepcast.bus import codec
 from stepcast.bus.endpoints import RunDirectory
+from stepcast.bus.frames import Kind
+from stepcast.bus.gate import Gate
+from stepcast.bus.keys import KeyPair, RankKeys
+from stepcast.bus.publisher import Publisher
+from stepcast.bus.replies import ReplyReader
 from stepcast.runtime.launch import mp
 from stepcast.runtime.launch.process import WorkerProcess
 from stepcast.workers.boot import EXIT_FAILED
@@ -82,10 +88,16 @@ def test_a_boot_configuration_survives_its_way(directory: RunDirectory) -> None:
     """Every field, with options of any plain kind, and with paths that are no text."""
     options = {"a": [1, 2.5, None, b"\0", {"b": True}], "numbers": {1: "one", -2: [3]}}
     paths = {"worker": "/tmp/\udcff/script.py:Mine", "arguments": ["\udcfe"], "run_id": bytes(range(16))}
-    boot = boot_config(directory, options=options, **paths)
-    again = BootConfig.from_bytes(boot.to_bytes())
-    assert asdict(again) == asdict(boot)
+    for curve in (None, RankKeys(b"server", b"public", b"secret")):
+        boot = boot_config(directory, options=options, curve=curve, **paths)
+        again = BootConfig.from_bytes(boot.to_bytes())
+        assert again == boot
     assert {each.name for each in fields(BootConfig)} == set(asdict(again))
+
+
+def test_a_boot_configuration_shows_no_key(directory: RunDirectory) -> None:
+    """Not in its repr, which may end up in a log."""
+    assert "hush-hush" not in repr(boot_config(directory, curve=RankKeys(b"server", b"public", b"hush-hush")))
 
 
 def test_every_field_of_the_boot_configuration_is_documented() -> None:
@@ -134,6 +146,64 @@ def test_a_rank_that_reaches_no_driver_says_so_and_ends(directory: RunDirectory)
     assert code == EXIT_FAILED
     event = logged(stderr)["event"]
     assert event.startswith(f"rank 1 can't reach the driver at {directory.endpoint('replies')}: ")
+
+
+def test_a_rank_of_another_host_lives_over_tcp(directory: RunDirectory) -> None:
+    """From its handshake to its last word, with a key of its own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    run: dict[str, Any] = {"run_id": bytes(16), "epoch": 1, "world_size": 1}
+    gate = Gate(context)
+    publisher = Publisher(
+        context, directory.endpoint("publish"), max_in_flight=4, max_in_flight_bytes=1000, gate=gate, **run
+    )
+    reader = ReplyReader(context, directory.endpoint("replies"), max_message_bytes=1000, gate=gate, **run)
+    curve = RankKeys.of(gate.public_key, KeyPair.make())
+    gate.admit(0, curve.public)
+    said: list[int] = []
+
+    def has_said(kind: Kind, count: int = 1) -> bool:
+        said.extend(reply.header.kind for reply in reader.receive(0.02))
+        if kind is Kind.HELLO:
+            publisher.control(Kind.PROBE)
+        publisher.drain_subscriptions()
+        return said.count(kind) >= count
+
+    process = mp.spawn(
+        boot_config(
+            directory,
+            rank=0,
+            world_size=1,
+            publish_endpoint=publisher.tcp_endpoint,
+            reply_endpoint=reader.tcp_endpoint,
+            startup_timeout_s=LIMIT_S,
+            linger_s=LIMIT_S,
+            curve=curve,
+        ),
+        os.environ,
+    )
+    try:
+        wait_until(lambda: has_said(Kind.HELLO, 2) and has_said(Kind.READY, 3), LIMIT_S, lambda: str(said))
+        assert publisher.present == {0}
+        for step in range(1, 4):
+            frames = codec.encode({"number": step})
+            publisher.publish(Kind.STEP, step, frames, sum(map(len, frames)))
+            wait_until(lambda step=step: has_said(Kind.RESULT, step), LIMIT_S)
+        publisher.publish(Kind.STOP, 0, (), 0)
+        wait_until(lambda: has_said(Kind.BYE), LIMIT_S)
+        wait_until(lambda: process.exit_code() is not None, LIMIT_S)
+        assert process.exit_code() == 0, process.outputs[1].read()
+        wait_until(lambda: has_said(Kind.BYE) and not publisher.present, LIMIT_S)
+        assert not reader.dropped
+        assert not gate.refused
+    finally:
+        process.send_signal(9)  # type: ignore[arg-type]
+        for output in process.outputs:
+            output.close()
+        process.close()
+        publisher.close()
+        reader.close()
+        gate.close()
+        context.term()
 
 
 def test_nothing_of_the_boot_configuration_shows_in_the_process_list(directory: RunDirectory) -> None:

@@ -15,11 +15,15 @@ import msgpack
 import pytest
 import zmq
 
+from stepcast.bus.curve_socket import CurveSocket
 from stepcast.bus.endpoints import RunDirectory
 from stepcast.bus.frames import Kind
+from stepcast.bus.gate import Gate
+from stepcast.bus.keys import KeyPair, RankKeys
 from stepcast.bus.liveness import Phase
 from stepcast.bus.publisher import Publisher
-from stepcast.bus.replies import Reply, ReplyReader, ReplySender
+from stepcast.bus.replies import Reply, ReplyReader
+from stepcast.bus.reply_sender import ReplySender
 from stepcast.bus.subscriber import ControlSubscriber
 from stepcast.workers import responder as responder_module
 from stepcast.workers.board import Board
@@ -27,6 +31,7 @@ from stepcast.workers.death_watch import DriverWatch, process_start_time
 from stepcast.workers.responder import (
     DUMP_SIGNAL,
     EXIT_DRIVER_GONE,
+    EXIT_LINK_LOST,
     EXIT_RESPONDER_FAILED,
     EXIT_STOPPED_NOW,
     Responder,
@@ -44,15 +49,20 @@ class Exited(BaseException):
 class Rank:
     """A responder, and the driver's end of its sockets."""
 
-    def __init__(self, directory: RunDirectory, watch: DriverWatch | None = None) -> None:
+    def __init__(self, directory: RunDirectory, watch: DriverWatch | None = None, *, far: bool = False) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         run: dict[str, Any] = {"run_id": RUN_ID, "epoch": 1}
         publish, replies = directory.endpoint("publish"), directory.endpoint("replies")
+        self.gate = Gate(self.context) if far else None
         self.publisher = Publisher(
-            self.context, publish, world_size=1, max_in_flight=8, max_in_flight_bytes=1 << 20, **run
+            self.context, publish, world_size=1, max_in_flight=8, max_in_flight_bytes=1 << 20, gate=self.gate, **run
         )
-        self.reader = ReplyReader(self.context, replies, world_size=1, max_message_bytes=1 << 20, **run)
+        self.reader = ReplyReader(self.context, replies, world_size=1, max_message_bytes=1 << 20, gate=self.gate, **run)
         self.board = Board()
+        if self.gate is not None:
+            run["keys"] = keys = RankKeys.of(self.gate.public_key, KeyPair.make())
+            self.gate.admit(0, keys.public)
+            publish, replies = str(self.publisher.tcp_endpoint), str(self.reader.tcp_endpoint)
         control = ControlSubscriber(publish, **run)
         sender = ReplySender(replies, rank=0, timeout_s=LIMIT_S, reconnect_timeout_s=0.0, **run)
         start_time = process_start_time(os.getpid())
@@ -83,6 +93,8 @@ class Rank:
             self.responder.stop(LIMIT_S)
         self.publisher.close()
         self.reader.close()
+        if self.gate is not None:
+            self.gate.close()
         self.context.destroy(linger=0)
 
 
@@ -93,9 +105,9 @@ def directory() -> Iterator[RunDirectory]:
     made.remove()
 
 
-@pytest.fixture
-def rank(directory: RunDirectory) -> Iterator[Rank]:
-    made = Rank(directory)
+@pytest.fixture(params=[False, True], ids=["ipc", "tcp"])
+def rank(directory: RunDirectory, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    made = Rank(directory, far=request.param)
     made.start()
     yield made
     made.close()
@@ -206,6 +218,36 @@ def test_an_error_of_the_thread_ends_the_process(
     rank.publisher.control(Kind.HEARTBEAT)
     rank.responder.join(LIMIT_S)
     assert exits == [EXIT_RESPONDER_FAILED]
+    os.close(rank.responder._wake)
+    rank.close()
+
+
+def test_no_call_of_a_driver_on_another_host_is_missed(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor calls once: what comes while the thread reads, or after a call for nothing, is read as well."""
+    monkeypatch.setattr(CurveSocket, "look_interval_s", LIMIT_S * 10)  # else a missed call would be made good
+    rank = Rank(directory, far=True)
+    rank.start()
+    for count in (1, 2, 3) * 20:
+        for _ in range(count):
+            rank.publisher.control(Kind.HEARTBEAT)
+        for _ in range(count):
+            rank.hear(Kind.ALIVE)
+    rank.close()
+
+
+def test_a_driver_on_another_host_that_stays_away_ends_the_process(
+    directory: RunDirectory, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The death watch is over this host: that the link is gone for long is all that a rank can know."""
+    monkeypatch.setattr(CurveSocket, "look_interval_s", 0.05)
+    monkeypatch.setattr(responder_module, "RECONNECT_TIMEOUT_S", 0.2)
+    rank = Rank(directory, far=True)
+    rank.start()
+    rank.publisher.close()
+    rank.responder.join(LIMIT_S)
+    assert exits[0] == EXIT_LINK_LOST
     os.close(rank.responder._wake)
     rank.close()
 
