@@ -77,7 +77,7 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
     exit_code = _known_exit_code(process)
     return WorkerLost(
         f"rank {process.rank} ({process.place}) {describe_exit(exit_code)} while in phase {phase}, "
-        f"{silent_for_s:.2f} s after its last message"
+        f"{silent_for_s:.2f} s after its last message{process.circumstances()}"
         f"{_last_lines(process.rank, stderr)}",
         rank=process.rank,
         pid=process.pid,
@@ -213,8 +213,8 @@ def start_lost(process: WorkerProcess, phase: str, stderr: str) -> StartupError:
     """
     rank, exit_code = process.rank, _known_exit_code(process)
     return StartupError(
-        f"rank {rank} ({process.place}) {describe_exit(exit_code)} while {phase}, before it was ready: look at its "
-        f"last lines{_last_lines(rank, stderr)}",
+        f"rank {rank} ({process.place}) {describe_exit(exit_code)} while {phase}, before it was ready"
+        f"{process.circumstances()}: look at its last lines{_last_lines(rank, stderr)}",
         ranks=[rank],
         phases={rank: phase},
         exit_codes={} if exit_code is None else {rank: exit_code},

@@ -49,13 +49,22 @@ _log = logging.getLogger("stepcast.worker")
 
 def main() -> NoReturn:
     """Boot a spawned worker: its configuration comes over stdin."""
+    boot = BootConfig.from_bytes(read_stdin())
+    sys.argv[:] = boot.arguments
+    sys.exit(run_worker(boot))
+
+
+def read_stdin() -> bytes:
+    """Read what the process that has started this one hands over.
+
+    Returns:
+        The bytes. From now on stdin is empty.
+    """
     data = sys.stdin.buffer.read()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    boot = BootConfig.from_bytes(data)
-    sys.argv[:] = boot.arguments
-    sys.exit(run_worker(boot))
+    return data
 
 
 def run_worker(boot: BootConfig, worker_class: type[Worker] | None = None) -> int:

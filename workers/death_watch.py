@@ -77,10 +77,14 @@ def exit_code_of(pid: int, pidfd: int | None) -> int | None:
     return None
 
 
-def die_with_parent_thread() -> None:
-    """Have the kernel kill this process when the thread that started it ends. Works while other code holds the GIL."""
+def die_with_parent_thread(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when the thread that started it ends. Works while other code holds the GIL.
+
+    Args:
+        number: the signal with which it does.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
         errno = ctypes.get_errno()
         raise OSError(errno, os.strerror(errno))
 

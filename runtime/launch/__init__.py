@@ -29,7 +29,10 @@ def checked(config: ExecutorConfig) -> ExecutorConfig:
         # The other ranks' devices are theirs to look for: --virtual-local-rank hides them from this process.
         here = Place.of_this_process().local_rank + 1
         config = config.replace(watch_parent=True)  # torchrun's agent: nobody else would end its ranks when it dies
-    kind = platforms.resolve(config.device, here)
+    if backend == "ray" and config.device != platforms.AUTO:
+        kind = platforms.kind_named(config.device)  # of which Ray's nodes have some, if not this host
+    else:
+        kind = platforms.resolve(config.device, here)
     platforms.check_start_method(kind, config.start_method)
     return config.replace(device=kind.name, backend=backend)
 
@@ -50,6 +53,10 @@ def make_launcher(config: ExecutorConfig, directory: RunDirectory, life: Life) -
         from .torchrun import TorchrunLauncher  # noqa: PLC0415
 
         return TorchrunLauncher(config, directory, life)
+    if config.backend == "ray":
+        from .ray import RayLauncher  # noqa: PLC0415
+
+        return RayLauncher(config, directory, life)
     from .mp import MpLauncher  # noqa: PLC0415
 
     return MpLauncher(config, directory, life)

@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.spawn
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from stepcast.workers.boot import run_worker
 from stepcast.workers.boot_config import BootConfig
 
 from .forking import check_not_daemon, release_openmp_threads
+from .interpreter import run_main
 from .launcher import Launcher
 from .plan import plan_ranks, rank_environment
 from .process import ForkedProcess, SpawnedProcess, WorkerProcess
@@ -111,26 +111,7 @@ def spawn(boot: BootConfig, environment: Mapping[str, str]) -> WorkerProcess:
     Raises:
         OSError: it can't be started.
     """
-    # The interpreter must find stepcast and the worker's module where this process finds them.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from stepcast.workers.boot import main; main()"
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
-    stdin = os.memfd_create("stepcast-boot")
-    try:
-        os.write(stdin, boot.to_bytes())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        popen = subprocess.Popen(
-            [sys.executable or "", *flags, "-c", code],  # an embedded interpreter may have none
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            bufsize=0,
-            # A session of its own: what a terminal sends to its foreground processes reaches the driver alone.
-            start_new_session=True,
-        )
-    finally:
-        os.close(stdin)
-    return SpawnedProcess(boot.rank, popen)
+    return SpawnedProcess(boot.rank, run_main("stepcast.workers.boot", boot.to_bytes(), environment))
 
 
 def fork(

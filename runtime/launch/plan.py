@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,8 +158,54 @@ def plan_ranks(
     ]
 
 
+class Variables(NamedTuple):
+    """How a rank's environment differs from that of the process that starts it.
+
+    Attributes:
+        removed: those that the rank must not have.
+        defaults: those that it has where the other process has not.
+        values: those that it has in any case.
+    """
+
+    removed: Collection[str]
+    defaults: Mapping[str, str]
+    values: Mapping[str, str]
+
+    def applied_to(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Put together the rank's environment.
+
+        Args:
+            environ: the other process's, which is left alone.
+
+        Returns:
+            The whole environment.
+        """
+        kept = {name: value for name, value in environ.items() if name not in self.removed}
+        return {**self.defaults, **kept, **self.values}
+
+
+def rank_variables(config: ExecutorConfig, boot: BootConfig) -> Variables:
+    """Tell which variables a rank needs, wherever it is started.
+
+    Args:
+        config: the settings, with the device resolved.
+        boot: what the rank is told.
+    """
+    defaults = dict(platforms.kind_named(config.device).environment())
+    if boot.local_world_size > 1:
+        # Ranks that share a host's cores slow one another down with a thread pool each.
+        defaults["OMP_NUM_THREADS"] = "1"
+    place = {
+        "RANK": str(boot.rank),
+        "LOCAL_RANK": str(boot.local_rank),
+        "WORLD_SIZE": str(boot.world_size),
+        "LOCAL_WORLD_SIZE": str(boot.local_world_size),
+    }
+    return Variables(platforms.not_inherited(), defaults, {**place, **config.worker_env})
+
+
 def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, str]:
-    """Put together one rank's environment; this process's own is left alone.
+    """Put together the environment of a rank that this process starts; this process's own is left alone.
 
     Args:
         config: the settings, with the device resolved.
@@ -168,21 +214,7 @@ def rank_environment(config: ExecutorConfig, boot: BootConfig) -> Mapping[str, s
     Returns:
         The whole environment.
     """
-    binding = platforms.not_inherited()
-    environment = {name: value for name, value in os.environ.items() if name not in binding}
-    for name, value in platforms.kind_named(config.device).environment().items():
-        environment.setdefault(name, value)
-    if boot.local_world_size > 1:
-        # Ranks that share a host's cores slow one another down with a thread pool each.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.update(
-        RANK=str(boot.rank),
-        LOCAL_RANK=str(boot.local_rank),
-        WORLD_SIZE=str(boot.world_size),
-        LOCAL_WORLD_SIZE=str(boot.local_world_size),
-    )
-    environment.update(config.worker_env)
-    return environment
+    return rank_variables(config, boot).applied_to(os.environ)
 
 
 def worker_spec(worker: str | type[Worker]) -> str:

@@ -59,6 +59,10 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def circumstances(self) -> str:
+        """Tell what else is known of the end of a process that was not to end, as a clause; "" for nothing."""
+        return ""
+
     def said_bye(self) -> None:
         """Note that the rank has left its loop in good order. Its process is to end: it still is waited for."""
 

@@ -14,6 +14,7 @@ class CPU(DeviceKind):
 
     name = "cpu"
     device_class = "stepcast.workers.devices.cpu:CPU"
+    ray_resource = "CPU"
 
     def detect(self, host: Host) -> Platform:
         """As `DeviceKind.detect`; they are always there."""

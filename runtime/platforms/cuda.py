@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from .host import Host, Platform, count_masked, found_by_torch
@@ -28,6 +28,9 @@ class CUDA(DeviceKind):
     def device(self, local_rank: int) -> str:
         """As `DeviceKind.device`; torch calls AMD's GPUs by this name too."""
         return f"cuda:{local_rank}"
+
+    def visible(self, devices: Sequence[str]) -> Mapping[str, str | None]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
     def start_method(self, method: str, modules: Mapping[str, Any]) -> Ruling:
         """As `DeviceKind.start_method`: a fork of a process that uses a GPU can't use one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .host import Host, Platform, found
@@ -23,6 +23,7 @@ class HPU(DeviceKind):
     device_class = "stepcast.workers.devices.hpu:HPU"
     masks = ("HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")
     not_inherited = ("HLS_MODULE_ID",)
+    ray_resource = "HPU"
 
     def detect(self, host: Host) -> Platform | None:
         devices = [
@@ -50,6 +51,10 @@ class HPU(DeviceKind):
     def device(self, local_rank: int) -> str:  # noqa: ARG002
         """As `DeviceKind.device`; a process has one card, whose index in it is 0."""
         return "hpu"
+
+    def visible(self, devices: Sequence[str]) -> Mapping[str, str | None]:
+        """As `DeviceKind.visible`. A list of one card, as Ray gives it, has none for a local rank above 0."""
+        return {"HABANA_VISIBLE_MODULES": ",".join(devices)}
 
     def start_method(self, method: str, modules: Mapping[str, Any]) -> Ruling:
         if method == "spawn":

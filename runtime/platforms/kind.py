@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,12 +35,14 @@ class DeviceKind:
         device_class: the subclass of `stepcast.workers.devices.Device` for it, as ``module:Class``.
         masks: the variables that hide some of the devices or bind them.
         not_inherited: variables with which a process binds itself to one device, and that its children must not have.
+        ray_resource: what Ray counts such devices as.
     """
 
     name: ClassVar[str]
     device_class: ClassVar[str]
     masks: ClassVar[tuple[str, ...]] = ()
     not_inherited: ClassVar[tuple[str, ...]] = ()
+    ray_resource: ClassVar[str] = "GPU"
 
     def detect(self, host: Host) -> Platform | None:
         """Look for devices of this kind, without opening one.
@@ -76,6 +78,20 @@ class DeviceKind:
         """Return variables that a rank needs before it imports torch, beside its place in the group.
 
         Where the embedder has set one, its value holds.
+        """
+        return {}
+
+    def visible(self, devices: Sequence[str]) -> Mapping[str, str | None]:  # noqa: ARG002
+        """Return the variables with which a process sees certain devices of its host, and numbers them from 0.
+
+        Where somebody else hands devices out, as Ray does, it gives a rank its own alone. But a rank's place among the
+        ranks of its host is its device's index: so each must see those of all.
+
+        Args:
+            devices: the ids of the devices, in the order of the local ranks.
+
+        Returns:
+            The variables; None for one that must not be set.
         """
         return {}
 

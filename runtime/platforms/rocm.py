@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .cuda import CUDA
@@ -29,6 +30,11 @@ class ROCm(CUDA):
         masks = platform.masks
         visible = count_masked(len(platform.devices), masks.get("ROCR_VISIBLE_DEVICES"))
         return count_masked(visible, masks.get("HIP_VISIBLE_DEVICES", masks.get("CUDA_VISIBLE_DEVICES")))
+
+    def visible(self, devices: Sequence[str]) -> Mapping[str, str | None]:
+        """As `DeviceKind.visible`. ROCR_VISIBLE_DEVICES stays: it hides devices before these are numbered."""
+        # HIP reads both, and they must not contradict each other.
+        return {"HIP_VISIBLE_DEVICES": ",".join(devices), "CUDA_VISIBLE_DEVICES": None}
 
 
 def _contradiction(platform: Platform) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .host import Host, Platform, count_masked, found_by_torch
@@ -30,6 +30,10 @@ class XPU(DeviceKind):
     def environment(self) -> Mapping[str, str]:
         """As `DeviceKind.environment`: oneCCL reads these when torch is imported."""
         return {"CCL_ATL_TRANSPORT": "ofi"}
+
+    def visible(self, devices: Sequence[str]) -> Mapping[str, str | None]:
+        """As `DeviceKind.visible`. A selector, such as older versions of Ray set, would choose among these again."""
+        return {"ZE_AFFINITY_MASK": ",".join(devices), "ONEAPI_DEVICE_SELECTOR": None}
 
     def start_method(self, method: str, modules: Mapping[str, Any]) -> Ruling:  # noqa: ARG002
         if method == "fork":
