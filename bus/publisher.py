@@ -89,13 +89,25 @@ class Publisher:
         self._socket.setsockopt(zmq.SNDHWM, max_in_flight + _HIGH_WATER_SLACK)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._gate = gate
+        self._gate: Gate | None = None
         self.tcp_endpoint: str | None = None
         if gate is not None:
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
-            self.tcp_endpoint = gate.bind(self._socket)
+            self.listen(gate)
         self.present: set[int] = set()
         self._plain_send = plain_send(self._socket)
+
+    def listen(self, gate: Gate) -> None:
+        """Let ranks of other hosts connect.
+
+        Args:
+            gate: decides which.
+
+        Raises:
+            ConfigError: the gate's address is none of this host's; the socket is closed then.
+        """
+        self._gate = gate
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
+        self.tcp_endpoint = gate.bind(self._socket)
 
     @property
     def fd(self) -> int:

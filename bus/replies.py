@@ -97,15 +97,26 @@ class ReplyReader:
         self.tcp_endpoint: str | None = None
         self._receive: Callable[..., bytes] = self._socket.recv
         if gate is not None:
-            self._gate = gate
-            self.tcp_endpoint = gate.bind(self._socket)
-            self._receive = self._receive_checked
+            self.listen(gate)
         self._timeout_ms = -1
         self._heads: list[bytes] = []
         self._wake_lock = threading.RLock()  # a signal handler or a finalizer may come in between
         self._wake_socket = context.socket(zmq.PUSH)
         self._wake_socket.setsockopt(zmq.LINGER, 0)
         self._wake_socket.connect(_WAKE_ENDPOINT)
+
+    def listen(self, gate: Gate) -> None:
+        """Let ranks of other hosts connect.
+
+        Args:
+            gate: decides which, and knows whose connection a message came over.
+
+        Raises:
+            ConfigError: the gate's address is none of this host's; the socket is closed then.
+        """
+        self._gate = gate
+        self.tcp_endpoint = gate.bind(self._socket)
+        self._receive = self._receive_checked
 
     @property
     def fd(self) -> int:

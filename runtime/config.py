@@ -179,8 +179,6 @@ class ExecutorConfig:
             )
         if self.backend == "uni":
             self._check_uni()
-        if self.backend == "ray" and self.start_method != "spawn":
-            raise ConfigError(f"start_method={self.start_method!r}: Ray starts the ranks; leave it at 'spawn'")
         for name in ("unresponsive_timeout_s", "lost_timeout_s"):
             limit_s = getattr(self, name)
             if limit_s is not None and _is_less(limit_s, 3 * self.heartbeat_interval_s):
@@ -246,6 +244,8 @@ class ExecutorConfig:
                 f"backend={backend!r}: this process was started by torchrun, which has started every rank already: "
                 "leave the backend at 'torchrun', or start the program without torchrun"
             )
+        if backend == "ray" and self.start_method != "spawn":
+            raise ConfigError(f"start_method={self.start_method!r}: Ray starts the ranks; leave it at 'spawn'")
         return backend
 
     @property

@@ -89,7 +89,7 @@ class Monitor(threading.Thread):
         self._wake_lock = threading.RLock()  # a finalizer may come in between
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        sockets = DriverSockets(config, directory, life, launcher.address)
+        sockets = DriverSockets(config, directory, life)
         self.group = Group(config, sockets, life, watch=self._watch_replies, wake_monitor=self.wake, clock=clock)
         self._replies_fd = self.group.replies.fd
         self._epoll.register(self._replies_fd, 0)

@@ -24,8 +24,9 @@ from .step import Pending
 _SAMPLES = 3
 #: How often it is looked whether the connections of ranks on other hosts are there, in seconds.
 _REMOTE_LOOK_S = 0.05
-#: A connection that ends is restored within that time, unless the process at its other end has gone.
-_ABSENCE_S = 1.0
+#: A connection that ends is restored within that time, unless the process at its other end has gone. Before a peer that
+#: has raised because of it is blamed (`failure_grace_s`).
+_ABSENCE_S = 0.3
 #: A look may come that much early, and still be worth a sample.
 _EARLY = 0.8
 

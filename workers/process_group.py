@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
@@ -51,12 +52,19 @@ def init_process_group(rank: RankInfo) -> Device:
 
 
 def _meet_in_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
-    """Torch's way to "stepcast://HOST:PORT/PREFIX": to meet under a prefix in a store that another process serves."""
+    """Torch's way to "stepcast://HOST:PORT/PREFIX": to meet under a prefix in a store.
+
+    Another process serves it; or, with "listen_fd=N" in the query, this one does.
+    """
     parts = urlsplit(url)
     query = {name: int(values[0]) for name, values in parse_qs(parts.query).items()}
     assert parts.hostname is not None  # noqa: S101 - the launcher has made it
     assert parts.port is not None  # noqa: S101
-    store = dist.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    serves = "listen_fd" in query  # with a socket that this process was given
+    served: dict[str, Any] = {"master_listen_fd": query["listen_fd"], "use_libuv": False} if serves else {}
+    store = dist.TCPStore(
+        parts.hostname, parts.port, is_master=serves, wait_for_workers=False, timeout=timeout, **served
+    )
     yield dist.PrefixStore(parts.path.strip("/"), store), query["rank"], query["world_size"]
     raise RuntimeError("this rendezvous is good for one process group")
 

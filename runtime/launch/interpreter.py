@@ -14,8 +14,8 @@ def run_main(
     data: bytes,
     environment: Mapping[str, str],
     *,
-    stdout: int | IO[bytes] = subprocess.PIPE,
-    stderr: int | IO[bytes] = subprocess.PIPE,
+    stdout: int | IO[bytes] | None = subprocess.PIPE,
+    stderr: int | IO[bytes] | None = subprocess.PIPE,
     path: Sequence[str] | None = None,
     directory: str | None = None,
     inherited: Collection[int] = (),
@@ -26,7 +26,7 @@ def run_main(
         module: the module's name.
         data: what it finds as its stdin: over an anonymous file, so that nothing of it shows in a process list.
         environment: its whole environment.
-        stdout, stderr: where its output goes.
+        stdout, stderr: where its output goes; None for where this process's own goes.
         path: where it finds modules; None for where this process does.
         directory: its working directory; None for this process's.
         inherited: descriptors that it has too, with the same numbers.

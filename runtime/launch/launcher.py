@@ -13,12 +13,7 @@ class Launcher:
     """Starts the ranks' processes, or takes over those that somebody else has started.
 
     Its methods are called in this order, each once: `prepare`; then `launch`, unless something fails before; `close`.
-
-    Attributes:
-        address: the address of this host at which ranks of other hosts reach the driver; None where there are none.
     """
-
-    address: str | None = None
 
     def prepare(self) -> None:
         """Do what must be done before the group has a thread or a ZeroMQ context.
@@ -31,7 +26,7 @@ class Launcher:
         """See to it that every rank has a process. Called in the monitor's thread; the driver's sockets are bound.
 
         Args:
-            sockets: the driver's; its gate is to be told the keys of ranks of other hosts before these connect.
+            sockets: the driver's. For ranks of other hosts they must `listen`, and be told their keys.
             is_cancelled: asked now and then where this takes its time: whether the group is to end already.
 
         Returns:

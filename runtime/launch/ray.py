@@ -24,13 +24,16 @@ import msgpack
 
 from stepcast.bus.endpoints import MAX_SOCKET_PATH_BYTES, RunDirectory
 from stepcast.bus.errors import ConfigError, StartupError
+from stepcast.bus.gate import Gate
+from stepcast.bus.keys import KeyPair, RankKeys
 from stepcast.runtime import platforms
 from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.sockets import DriverSockets
 from stepcast.runtime.state import Life
 from stepcast.workers.death_watch import DriverWatch
 
-from .attached import AttachedProcess
+from .agent import address_towards
+from .attached import AttachedProcess, RemoteProcess
 from .interpreter import run_main
 from .launcher import Launcher
 from .plan import Link, Variables, identity, plan_rank, rank_variables
@@ -77,6 +80,59 @@ class RayProcess(AttachedProcess):
         """As `WorkerProcess.said_bye`: the process is the group's own, and its end is waited for."""
 
 
+class _Node:
+    """The driver's node, as the ranks reach it: those on it by ipc, those on others by tcp with keys of their own.
+
+    Args:
+        here: the link of ranks on it.
+        sockets: the driver's, which listen.
+        gate: theirs.
+        rendezvous: where ranks of several nodes meet.
+        first: rank 0's spot, whose rank serves that.
+    """
+
+    def __init__(
+        self,
+        here: Link,
+        sockets: DriverSockets | None = None,
+        gate: Gate | None = None,
+        rendezvous: str = "",
+        first: Spot | None = None,
+    ) -> None:
+        self._here = here
+        self._sockets = sockets
+        self._gate = gate
+        self._rendezvous = rendezvous
+        self._first = first
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are ranks on other nodes."""
+        return self._gate is not None
+
+    def link(self, rank: int, spot: Spot) -> Link:
+        """Link a rank to the driver and to the others.
+
+        Args:
+            rank: the rank.
+            spot: where it is.
+        """
+        if self._sockets is None or self._gate is None or self._first is None:
+            return self._here
+        serves = f"?listen_fd={self._first.listening[1]}" if rank == 0 else ""
+        link = self._here._replace(rendezvous=f"{self._rendezvous}{serves}")
+        if spot.sees_driver:
+            return link
+        own = KeyPair.make()
+        self._gate.admit(rank, own.public)
+        return link._replace(
+            publish_endpoint=str(self._sockets.publisher.tcp_endpoint),
+            reply_endpoint=str(self._sockets.replies.tcp_endpoint),
+            keeper=(spot.pid, spot.start_time),
+            keys=RankKeys.of(self._gate.public_key, own),
+        )
+
+
 class RayLauncher(Launcher):
     """Has Ray's actors start a process for each rank.
 
@@ -100,8 +156,8 @@ class RayLauncher(Launcher):
         self._log_path = directory.path / "ray.log"
         self._broker: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._actors: list[DriverWatch] = []
-        self._outputs: list[list[IO[bytes]]] = []
+        self._actors: dict[int, DriverWatch] = {}
+        self._outputs: dict[int, list[IO[bytes]]] = {}
 
     def launch(self, sockets: DriverSockets, is_cancelled: Callable[[], bool]) -> list[WorkerProcess]:
         """Have Ray place the ranks, and start them where it has. There are none where that is cancelled."""
@@ -112,18 +168,33 @@ class RayLauncher(Launcher):
             return []
         spots = [Spot.from_report(index, report) for index, report in enumerate(placed["spots"])]
         seats = seat(spots, placed["node"])
-        self._actors = [DriverWatch(each.spot.pid, each.spot.start_time) for each in seats if each.spot.sees_driver]
-        connection.send_bytes(_pack([self._start(rank, each) for rank, each in enumerate(seats)]))
+        node = self._listen(sockets, seats)
+        self._actors = {
+            rank: DriverWatch(each.spot.pid, each.spot.start_time)
+            for rank, each in enumerate(seats)
+            if each.spot.sees_driver
+        }
+        connection.send_bytes(_pack([self._start(rank, each, node) for rank, each in enumerate(seats)]))
         started = self._hear(connection, deadline, is_cancelled)
         if started is None:
             return []
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = self._outputs, {}
         return [
-            RayProcess(rank, (pid, start_time), actor, files)
-            for rank, ((pid, start_time), actor, files) in enumerate(
-                zip(started["started"], self._actors, outputs, strict=True)
-            )
+            RayProcess(rank, (pid, start_time), self._actors[rank], outputs[rank])
+            if rank in self._actors
+            else RemoteProcess(rank, pid, seats[rank].spot.address)
+            for rank, (pid, start_time) in enumerate(started["started"])
         ]
+
+    def _listen(self, sockets: DriverSockets, seats: Sequence[Seat]) -> _Node:
+        """Let ranks of other nodes reach the driver, if there are any."""
+        here = Link.on_this_host(self._directory, self._life)
+        far = [each.spot for each in seats if not each.spot.sees_driver]
+        if not far:
+            return _Node(here)
+        first = seats[0].spot
+        gate = sockets.listen(self._config.address or address_towards(far[0].address, far[0].listening[0]))
+        return _Node(here, sockets, gate, f"stepcast://{first.address}:{first.listening[0]}/{self._life.epoch}", first)
 
     def close(self) -> None:
         """Have the broker give everything back. One that takes too long is killed: then Ray takes it back."""
@@ -132,11 +203,11 @@ class RayLauncher(Launcher):
         if self._connection is not None:
             self._connection.close()
         deadline = time.monotonic() + _ACTORS_TIMEOUT_S
-        for actor in self._actors:
+        for actor in self._actors.values():
             if actor.fd is not None:
                 select.select([actor.fd], [], [], max(0.0, deadline - time.monotonic()))
             actor.close()
-        for files in self._outputs:  # of ranks that have not come to be
+        for files in self._outputs.values():  # of ranks that have not come to be
             for file in files:
                 file.close()
 
@@ -194,30 +265,27 @@ class RayLauncher(Launcher):
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         return self._refused("\n".join([why, *(["", "what it had to say:", *lines] if lines else [])]))
 
-    def _start(self, rank: int, place: Seat) -> list[Any]:
+    def _start(self, rank: int, place: Seat, node: _Node) -> list[Any]:
         """Tell a rank's actor how to start it."""
-        if not place.spot.sees_driver:
-            raise self._refused(
-                f"it has placed rank {rank} on node {place.spot.address}, and this version serves the driver's host "
-                "alone: lower world_size, or run the driver where there is room for all ranks"
-            )
+        spot = place.spot
         boot = plan_rank(
             self._config,
             self._life,
-            Link.on_this_host(self._directory, self._life),
+            node.link(rank, spot),
             rank=rank,
             local_rank=place.local_rank,
             local_world_size=place.local_world_size,
             die_with_driver=True,  # the kernel kills it when its actor ends
         )
         variables = on_node(rank_variables(self._config, boot), self._kind.visible(place.devices))
-        return [place.spot.index, boot.to_bytes(), variables, sys.path, os.path.realpath("."), self._make_outputs(rank)]
+        outputs = self._make_outputs(rank) if spot.sees_driver else []
+        inherited = [spot.listening[1]] if rank == 0 and node.is_shared else []
+        return [spot.index, boot.to_bytes(), variables, sys.path, os.path.realpath("."), outputs, inherited]
 
     def _make_outputs(self, rank: int) -> list[str]:
         """Make pipes with names for a rank's output, and open the read ends."""
         paths = [str(self._directory.path / f"{name}-{rank}") for name in _STREAMS]
-        files: list[IO[bytes]] = []
-        self._outputs.append(files)
+        files: list[IO[bytes]] = self._outputs.setdefault(rank, [])
         for path in paths:
             os.mkfifo(path, 0o600)
             # Else it would wait for the writer.

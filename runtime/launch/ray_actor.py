@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -51,13 +52,17 @@ class RankActor:
         with contextlib.suppress(OSError):  # only root may
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
         context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = listener = socket.create_server((address, 0), family=family)
         pid, start_time = identity(os.getpid())
         return {
             "node": context.get_node_id(),
-            "address": ray.util.get_node_ip_address(),
+            "address": address,
             "devices": context.get_accelerator_ids().get(resource, []),
             "pid": pid,
             "start_time": start_time,
+            "listening": (listener.getsockname()[1], listener.fileno()),
             "sees_driver": process_start_time(driver[0]) == driver[1] and Path(run_directory).is_dir(),
         }
 
@@ -68,6 +73,7 @@ class RankActor:
         path: Sequence[str],
         directory: str,
         outputs: Sequence[str],
+        inherited: Sequence[int],
     ) -> tuple[int, int]:
         """Start the rank's process.
 
@@ -76,7 +82,8 @@ class RankActor:
             variables: how its environment differs from this process's: `Variables`.
             path: where the driver finds modules.
             directory: the driver's working directory.
-            outputs: files for its stdout and stderr.
+            outputs: files for its stdout and stderr; empty for this process's own, which Ray keeps.
+            inherited: descriptors that it has too: what listens here, or nothing.
 
         Returns:
             Its process id and start time.
@@ -85,7 +92,9 @@ class RankActor:
         if environment.get(_DEBUGGER, "").startswith("ray."):
             del environment[_DEBUGGER]
         with contextlib.ExitStack() as opened:
-            stdout, stderr = (opened.enter_context(Path(each).open("wb", buffering=0)) for each in outputs)
+            files = [opened.enter_context(Path(each).open("wb", buffering=0)) for each in outputs]
+            stdout, stderr = files or (None, None)
+            opened.enter_context(self._listener)
             opened.enter_context(_no_signal_blocked())
             self._rank = run_main(
                 "stepcast.workers.boot",
@@ -95,6 +104,7 @@ class RankActor:
                 stderr=stderr,
                 path=[*path, *(each for each in sys.path if each not in path)],
                 directory=directory if Path(directory).is_dir() else None,
+                inherited=inherited,
             )
         return identity(self._rank.pid)  # it can't be gone altogether: nobody but this process reaps it
 

@@ -16,6 +16,7 @@ class Spot(NamedTuple):
         devices: the ids of the devices, among its node's, that belong to it.
         pid, start_time: the process that holds it, on its node.
         sees_driver: whether that process and the driver see each other as processes of one host, and the same files.
+        listening: a port of its node at which it listens for what the rank may serve there, and the descriptor.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Spot(NamedTuple):
     pid: int
     start_time: int
     sees_driver: bool
+    listening: tuple[int, int]
 
     @classmethod
     def from_report(cls, index: int, report: Mapping[str, Any]) -> Spot:

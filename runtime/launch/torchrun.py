@@ -78,8 +78,6 @@ class TorchrunLauncher(Launcher):
         self._life = life
         self._place = place = fitting_place(config)
         self._secret = shared_secret(config, place)
-        if place.group_world_size > 1:
-            self.address = config.address or address_towards(*place.master)
         self._prefix = place.prefix(_next_group(config))
         link = Link.on_this_host(directory, life)
         self._link = link._replace(rendezvous=rendezvous(place, self._prefix, life.epoch))
@@ -108,6 +106,8 @@ class TorchrunLauncher(Launcher):
         store = AgentStore(self._place, self._prefix, self._config.startup_timeout_s, self._secret)
         try:
             records = self._wait_for_followers(store, deadline, is_cancelled)
+            if self._place.group_world_size > 1:
+                sockets.listen(self._config.address or address_towards(*self._place.master))
             followers = [self._attach(rank, record, sockets.gate) for rank, record in records.items()]
             store.put(_DRIVER, self._record(sockets))
         except BaseException as error:

@@ -94,9 +94,12 @@ def running_cluster(cpus: int, nodes: int = 1) -> Iterator[Cluster]:
         wait_until(file.exists, _START_WITHIN_S, told)
         address = wait_until(lambda: file.read_text(encoding="utf-8").strip(), _START_WITHIN_S, told)
         for number in range(1, nodes):
-            sessions.append(_start([f"--address={address}", *common], directory / f"node-{number}.log"))
+            log = directory / f"node-{number}.log"
+            sessions.append(_start([f"--address={address}", *common], log))
         cluster = Cluster(address, sessions[0])
         wait_until(lambda: "started" in told(), _START_WITHIN_S, told)
+        if nodes > 1:
+            wait_until(lambda: cluster.look()["free"] == cpus * nodes, _START_WITHIN_S, "the other nodes")
         yield cluster
     finally:
         for session in sessions:

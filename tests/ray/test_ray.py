@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from stepcast import Executor, ExecutorConfig, StartupError, StepFailed, WorkerL
 from stepcast.bus.endpoints import RunDirectory, sweep
 from stepcast.runtime.launch import checked
 from stepcast.runtime.launch.ray import RayLauncher
+from stepcast.runtime.launch.seats import Seat, Spot, seat
+from stepcast.runtime.sockets import DriverSockets
 from stepcast.runtime.state import Life
 from tests.harness import ROOT, process_has_ended, wait_until
-from tests.ray.cluster import Cluster, processes
+from tests.ray.cluster import Cluster, processes, running_cluster
 
 WORKERS = f"{ROOT}/tests/runtime/workers_for_tests.py"
 COLLECTIVES = f"{ROOT}/tests/faults/collective_victims.py:Collectives"
@@ -103,7 +106,7 @@ def test_a_rank_that_exits_is_lost_with_its_code_and_its_last_words(on_cluster: 
     with Executor(config()) as executor:
         executor.step({"print_error": "it was hot", "ranks": [1]})
         with pytest.raises(WorkerLost, match=r"rank 1 .* exited with code 3 .*\n\n.*\nit was hot") as caught:
-            executor.call("end_process", 3)
+            executor.call("end_process_of", 1, 3)
 
     assert caught.value.exit_code == 3
 
@@ -127,8 +130,8 @@ def test_setup_that_raises_is_told(on_cluster: Cluster) -> None:
 
 def test_a_step_that_raises_fails_alone(on_cluster: Cluster) -> None:
     with Executor(config()) as executor:
-        with pytest.raises(StepFailed, match="rank 1 .*too much"):
-            executor.step({"raise": "too much", "ranks": [1]})
+        with pytest.raises(StepFailed, match=r"rank 1.*too much"):
+            executor.step({"raise": "too much", "ranks": [1]}, gather=True)
 
         assert executor.step("next") == "next"
 
@@ -169,8 +172,11 @@ def test_a_start_that_is_cancelled_leaves_nothing(on_cluster: Cluster) -> None:
     directory = RunDirectory()
     launcher = RayLauncher(checked(config()), directory, Life(bytes(16)))
 
-    assert launcher.launch(lambda: True) == []
+    sockets = DriverSockets(config(), directory, Life(bytes(16)))
 
+    assert launcher.launch(sockets, lambda: True) == []
+
+    sockets.close()
     launcher.close()
     directory.remove()
 
@@ -215,3 +221,26 @@ def test_a_ray_is_started_where_there_is_none_and_its_end_is_the_group_s(monkeyp
 
         with pytest.raises(WorkerLost, match="with its Ray actor, which has ended"):
             future.result(10)
+
+
+@pytest.mark.slow
+def test_ranks_on_another_node_are_reached_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys come with the order to start; their process groups meet at rank 0; their end shows on the bus."""
+    pytest.importorskip("torch")
+
+    def far_apart(spots: Sequence[Spot], driver_node: str) -> list[Seat]:
+        """Both nodes are on this host: that the second sees the driver must be denied."""
+        near, far = seat(spots, driver_node)
+        assert near.spot.node != far.spot.node
+        return [near, far._replace(spot=far.spot._replace(sees_driver=False))]
+
+    monkeypatch.setattr("stepcast.runtime.launch.ray.seat", far_apart)
+    with running_cluster(1, nodes=2) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        with Executor(config(COLLECTIVES, heartbeat_interval_s=0.5)) as executor:
+            assert executor.step(["all_reduce", "functional"], gather=True) == [[3.0, 3.0]] * 2
+            pid = executor.worker_pids[1]
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerLost, match=rf"rank 1 \(pid {pid} on .*\) has gone"):
+                executor.submit(["all_reduce"]).result(30)

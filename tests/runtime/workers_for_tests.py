@@ -138,6 +138,10 @@ class Obedient(Worker):
     def end_process(self, code: int) -> None:
         os._exit(code)
 
+    def end_process_of(self, rank: int, code: int) -> None:
+        if self.info.rank == rank:
+            os._exit(code)
+
     def _private(self) -> str:
         return "secret"
 
