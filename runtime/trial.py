@@ -20,7 +20,7 @@ from .executor import Executor
 
 _WORKER = "stepcast.workers.echo:Echo"
 _WORLD_SIZES = {"mp": 2, "uni": 1}
-_TORCHRUN_RANKS = 2
+_TORCHRUN_RANKS = _RAY_RANKS = 2
 #: torchrun, and each of its ranks, imports torch first.
 _TORCHRUN_LIMIT_S = 60.0
 _STEPS = 20
@@ -58,7 +58,8 @@ def try_backends(config: ExecutorConfig) -> dict[str, Trial]:
         How it went, by the backend's name.
     """
     trials = {name: try_backend(config, name, world_size) for name, world_size in _WORLD_SIZES.items()}
-    return trials | {"torchrun": try_torchrun()}
+    ray = try_backend(config.replace(start_method="spawn"), "ray", _RAY_RANKS)
+    return trials | {"torchrun": try_torchrun(), "ray": ray}
 
 
 def try_backend(config: ExecutorConfig, backend: str, world_size: int) -> Trial:
