@@ -24,4 +24,4 @@ if [[ $stale ]]; then
     touch "$environment/installed"
 fi
 echo "== Ray: $("$environment/bin/python" -c 'import ray; print(ray.__version__)')"
-"$environment/bin/python" -m pytest tests/ray "$@"
+"$environment/bin/python" -m pytest tests/ray tests/e2e/test_launchers.py "$@"

@@ -219,7 +219,7 @@ def test_a_ray_is_started_where_there_is_none_and_its_end_is_the_group_s(monkeyp
         future = executor.submit({"until_aborted": 99})
         raylet.kill()
 
-        with pytest.raises(WorkerLost, match="with its Ray actor, which has ended"):
+        with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
             future.result(10)
 
 
