@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
-import itertools
 import json
 import logging
 import signal
@@ -21,7 +20,7 @@ import typer
 from rich.console import Console
 
 from stepcast.bus.errors import ConfigError
-from stepcast.runtime.config import START_METHODS, ExecutorConfig
+from stepcast.runtime.config import ExecutorConfig
 from stepcast.runtime.doctor import examine
 from stepcast.runtime.launch.agent import is_follower
 from stepcast.runtime.log import configure_logging
@@ -200,10 +199,12 @@ def chaos(
         list[str] | None, typer.Option(metavar="NAME", help="A scenario; may be given again.", show_default="all")
     ] = None,
     world_size: Annotated[int, typer.Option(metavar="N", min=2, help="The number of ranks.")] = 2,
+    backend: BackendOption = None,
     start_method: StartMethodOption = None,
     seed: Annotated[int, typer.Option(help="Draws the victims.")] = 0,
     every: Annotated[
-        bool, typer.Option("--all", help="With 2 and with 4 ranks, by every start method; takes several minutes.")
+        bool,
+        typer.Option("--all", help="With 2 and with 4 ranks, under mp by every start method; takes several minutes."),
     ] = False,
     soak: Annotated[
         float | None,
@@ -214,28 +215,27 @@ def chaos(
             help="Instead of scenarios: one group under random faults for so long, restarted when it fails.",
         ),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print the scenarios' names, and run none.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Print the names of those that apply, and run none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, and nothing else.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Inject faults into live groups, and tell what became of each."""
     from stepcast.runtime.testing import soak as soaking  # noqa: PLC0415 - no other command needs these
-    from stepcast.runtime.testing.chaos import play  # noqa: PLC0415
-    from stepcast.runtime.testing.scenarios import SCENARIOS  # noqa: PLC0415
+    from stepcast.runtime.testing import suite  # noqa: PLC0415
 
     from .chaos import print_outcomes, print_soak  # noqa: PLC0415
 
     with Outcome(debug=debug), _results_on_stdout() as out:
-        known = {each.name: each for each in SCENARIOS}
+        under = "mp" if backend is None else backend.value
+        chosen, not_played = suite.choose(scenario or [], under)
         if listed:
-            print(*known, sep="\n", file=out)
+            print(*(each.name for each in chosen), sep="\n", file=out)
             return
-        unknown = sorted(set(scenario or ()) - set(known))
-        if unknown:
-            raise ConfigError(f"no scenario {', '.join(unknown)}; --list prints their names")
         configure_logging("console", "DEBUG" if debug else "CRITICAL")  # errors are what is looked for
         method = "spawn" if start_method is None else start_method.value
         if soak is not None:
+            if under != "mp":
+                raise ConfigError(f"--soak restarts its group in place, which {under!r} can't: use backend='mp'")
             report = soaking.soak(soak, world_size=world_size, start_method=method, seed=seed)
             passed = report.passed
             if as_json:
@@ -243,17 +243,18 @@ def chaos(
             else:
                 print_soak(report, Console(file=out))
         else:
-            runs = itertools.product((2, 4), START_METHODS) if every else ((world_size, method),)
-            outcomes = [
-                play(known[name], world_size=ranks, start_method=started, seed=seed)
-                for ranks, started in runs
-                for name in scenario or known
-            ]
+            outcomes = suite.play_each(
+                chosen,
+                backend=under,
+                start_method=None if every else method,
+                world_size=None if every else world_size,
+                seed=seed,
+            )
             passed = all(each.passed for each in outcomes)
             if as_json:
-                print(json.dumps([dataclasses.asdict(each) for each in outcomes]), file=out, flush=True)
+                print(json.dumps([dataclasses.asdict(each) for each in (*outcomes, *not_played)]), file=out, flush=True)
             else:
-                print_outcomes(outcomes, Console(file=out))
+                print_outcomes(outcomes, not_played, Console(file=out))
     if not passed:
         raise typer.Exit(FAILED)
 

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from stepcast.runtime.testing.chaos import Outcome
+from stepcast.runtime.testing.chaos import NotApplicable, Outcome
 from stepcast.runtime.testing.soak import SoakReport
 
 
-def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
+def print_outcomes(outcomes: Sequence[Outcome], not_played: Sequence[NotApplicable], console: Console) -> None:
     """Print what became of the scenarios.
 
     Args:
-        outcomes: one for each.
+        outcomes: one for each that was played.
+        not_played: one for each that was not.
         console: where to.
     """
     table = Table(box=None, padding=(0, 1), header_style="bold")
@@ -29,7 +30,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
             "[green]ok[/]" if each.passed else "[red]no[/]",
             each.scenario,
             str(each.world_size),
-            each.start_method,
+            each.start_method if each.backend == "mp" else each.backend,
             each.expected,
             each.seen,
             _verdict(each),
@@ -39,6 +40,8 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
             "; ".join([*each.leaks, *filter(None, [each.problem])]) or "-",
         )
     console.print(table)
+    for other in not_played:
+        console.print(f"not under {other.backend}: {other.scenario}: {other.not_applicable}", highlight=False)
 
 
 def _verdict(outcome: Outcome) -> str:

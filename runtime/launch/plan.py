@@ -19,9 +19,9 @@ from stepcast.workers.base import Worker
 from stepcast.workers.boot_config import BootConfig
 from stepcast.workers.death_watch import process_start_time
 
-#: Gives a rank other endpoints than the driver's. The one place where something can be
-#: put between the two: `stepcast.testing` puts its proxy there. None leaves them alone.
-reroute: Callable[[BootConfig], BootConfig] | None = None
+#: Gives a rank of this host another link than the driver's own. The one place where something can be put between the
+#: two: `stepcast.testing` puts its proxy there. None leaves them alone.
+reroute: Callable[[ExecutorConfig, int, Link], Link] | None = None
 
 
 class Link(NamedTuple):
@@ -76,6 +76,17 @@ def identity(pid: int) -> tuple[int, int]:
     return pid, start_time
 
 
+def rerouted(config: ExecutorConfig, rank: int, link: Link) -> Link:
+    """Link a rank of this host as it is to be linked: to the driver, or to what was put before it.
+
+    Args:
+        config: the settings.
+        rank: the rank.
+        link: its link to the driver.
+    """
+    return link if reroute is None else reroute(config, rank, link)
+
+
 def plan_rank(
     config: ExecutorConfig,
     life: Life,
@@ -99,8 +110,9 @@ def plan_rank(
         Its configuration.
     """
     kind = platforms.kind_named(config.device)
+    link = rerouted(config, rank, link)
     pid, start_time = link.keeper
-    boot = BootConfig(
+    return BootConfig(
         rank=rank,
         local_rank=local_rank,
         local_world_size=local_world_size,
@@ -132,7 +144,6 @@ def plan_rank(
         curve=link.keys,
         driver_timeout_s=config.resolved_lost_timeout_s,
     )
-    return boot if reroute is None else reroute(boot)
 
 
 def plan_ranks(

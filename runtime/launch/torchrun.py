@@ -35,7 +35,7 @@ from . import mp
 from .agent import AgentStore, Place, address_towards, shared_secret
 from .attached import AttachedProcess, RemoteProcess
 from .launcher import Launcher
-from .plan import Link, identity, plan_rank, rank_environment
+from .plan import Link, identity, plan_rank, rank_environment, rerouted
 from .process import WorkerProcess
 
 #: What all ranks must have been told alike, by the names of `BootConfig`.
@@ -147,10 +147,14 @@ class TorchrunLauncher(Launcher):
             "group_rank": self._place.group_rank,
             "pid": pid,
             "start_time": start_time,
-            "ipc": (self._link.publish_endpoint, self._link.reply_endpoint),
+            "ipc": [self._endpoints(rank) for rank in range(1, self._config.world_size)],
             "tcp": (sockets.publisher.tcp_endpoint, sockets.replies.tcp_endpoint),
             "public_key": b"" if sockets.gate is None else sockets.gate.public_key,
         }
+
+    def _endpoints(self, rank: int) -> tuple[str, str]:
+        link = rerouted(self._config, rank, self._link)
+        return link.publish_endpoint, link.reply_endpoint
 
 
 def follow(config: ExecutorConfig) -> int:
@@ -220,7 +224,7 @@ def _wait_for_driver(config: ExecutorConfig, place: Place, store: AgentStore) ->
 
 def _link(place: Place, driver: Mapping[str, Any], meeting: str, keys: KeyPair | None) -> Link:
     if driver["group_rank"] == place.group_rank:
-        publish, replies = driver["ipc"]
+        publish, replies = driver["ipc"][place.rank - 1]
         return Link(publish, replies, meeting, (driver["pid"], driver["start_time"]))
     assert keys is not None  # noqa: S101 - as in the driver
     publish, replies = driver["tcp"]

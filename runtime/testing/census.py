@@ -16,6 +16,9 @@ from typing import Any
 
 from stepcast.workers.death_watch import stat_fields
 
+#: The variable that marks processes.
+MARK = "STEPCAST_CHAOS_ID"
+
 _POLL_INTERVAL_S = 0.02
 _PPID_FIELD = 1  # in `stat_fields`
 #: multiprocessing's own helpers live as long as this process.
@@ -83,16 +86,27 @@ def _is_ours(path: Path) -> bool:
     return False
 
 
+def children_of(pid: int) -> list[int]:
+    """Find a process's children, those included that nobody has reaped."""
+    return _children().get(pid, [])
+
+
 def _descendants(root: int) -> list[int]:
+    children = _children()
+    found = list(children.get(root, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Those of every process that has any."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             fields = stat_fields(path)
             children.setdefault(int(fields[_PPID_FIELD]), []).append(int(path.name))
-    found = list(children.get(root, ()))
-    for pid in found:
-        found += children.get(pid, ())
-    return found
+    return children
 
 
 def _read(pid: int, name: str) -> bytes:
@@ -102,15 +116,24 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def marked(entry: str) -> list[int]:
-    """Find the processes that have an entry in their environment, or were forked from one that has.
+def marked(mark: str) -> list[int]:
+    """Find the processes that were started with a mark in their environment, or by one that was.
 
     Args:
-        entry: the variable and its value, as ``NAME=value``.
+        mark: the value of `MARK` there.
 
     Returns:
         The ids of those that have not ended.
     """
-    wanted = entry.encode()
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if wanted in _read(pid, "environ").split(b"\0")]
+    return [pid for pid in pids if has_variable(pid, MARK, mark)]
+
+
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Tell whether a process that has not ended was started with a variable in its environment, or forked from one that was.
+
+    Args:
+        pid: its id.
+        name, value: the variable's.
+    """
+    return f"{name}={value}".encode() in _read(pid, "environ").split(b"\0")

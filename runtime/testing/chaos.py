@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +22,8 @@ NO_ERROR = "none"
 LANE = "bus"
 #: How long an outcome may take before the scenario counts as hung; every limit of `SETTINGS` is far below it.
 HANG_S = 45.0
-_LEAK_GRACE_S = 5.0
+#: How long what is held may take to go away.
+LEAK_GRACE_S = 5.0
 SETTINGS: dict[str, Any] = {
     "startup_timeout_s": 60.0,
     "step_timeout_s": 30.0,
@@ -88,6 +90,10 @@ class Record:
                 return wrong[0]
         return expected if expected in self.verdicts else next(reversed(self.verdicts), None)
 
+    def restore(self, told: dict[str, Any]) -> None:
+        """Take over what was seen in another process of this host: the attributes, as JSON has brought them."""
+        vars(self).update(told, verdicts=[Verdict(each) for each in told["verdicts"]])
+
     def since_fault_ms(self, at: float | None) -> float | None:
         """Milliseconds from the fault until then."""
         return None if at is None else (at - self.fault_at) * 1e3
@@ -104,6 +110,7 @@ class Scenario:
         verdict: what the driver should make of the victim, while the fault lasts or after it; None where there is
             nobody to judge it, or no victim.
         start_method: how the ranks have to be started; None where it does not matter.
+        not_under: the backends under which it does not apply, each with the reason.
     """
 
     name: str
@@ -111,6 +118,7 @@ class Scenario:
     settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
     verdict: Verdict | None = field(default=None, kw_only=True)
     start_method: str | None = field(default=None, kw_only=True)
+    not_under: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     #: "rank" or "driver": which processes the fault is done to.
     level: ClassVar[str]
 
@@ -146,7 +154,7 @@ class Outcome:
         lost_steps: steps that were submitted and not answered.
         leaks: what was left behind.
         lane: how steps went to the ranks.
-        start_method, world_size, seed: what it ran with.
+        backend, start_method, world_size, seed: what it ran with.
         problem: what else went wrong.
     """
 
@@ -161,13 +169,29 @@ class Outcome:
     lost_steps: int
     leaks: list[str]
     lane: str
+    backend: str
     start_method: str
     world_size: int
     seed: int
     problem: str | None = None
 
 
-def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -> Outcome:
+@dataclass(frozen=True)
+class NotApplicable:
+    """A scenario that was not played.
+
+    Attributes:
+        scenario: its name.
+        backend: under which it was to be.
+        not_applicable: why it was not.
+    """
+
+    scenario: str
+    backend: str
+    not_applicable: str
+
+
+def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int, backend: str = "mp") -> Outcome:
     """Run one scenario on a group of its own.
 
     Args:
@@ -175,6 +199,7 @@ def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -
         world_size: the number of ranks.
         start_method: how they are started; some scenarios have to have it their own way.
         seed: decides what is drawn.
+        backend: what runs them; the scenario applies under it.
 
     Returns:
         What became of it.
@@ -184,7 +209,7 @@ def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -
     root = Path(tempfile.mkdtemp(prefix="chaos-"))  # other runs on this host are not to be blamed on this one
     census, record, problem = Census(root), Record(), None
     settings = {"worker": "stepcast.workers.echo:Echo", "run_dir": str(root), **SETTINGS, **scenario.settings}
-    config = ExecutorConfig(world_size=world_size, start_method=start_method, backend="mp", **settings)
+    config = ExecutorConfig(world_size=world_size, start_method=start_method, backend=backend, **settings)
     try:
         scenario.run(config, draw, record)
     except StepcastError as error:
@@ -192,7 +217,7 @@ def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -
         record.released_at = record.detected_at
     except Exception as error:  # noqa: BLE001 - a scenario that breaks must not end the others
         problem = f"{type(error).__name__}: {error}"
-    leaks = census.leaks(_LEAK_GRACE_S)
+    leaks = census.leaks(LEAK_GRACE_S)
     shutil.rmtree(root)
     verdict = record.verdict(scenario.verdict)
     as_expected = (record.seen, verdict) == (scenario.expected, scenario.verdict)
@@ -208,6 +233,7 @@ def play(scenario: Scenario, *, world_size: int, start_method: str, seed: int) -
         lost_steps=record.lost_steps,
         leaks=leaks,
         lane=LANE,
+        backend=backend,
         start_method=start_method,
         world_size=world_size,
         seed=seed,

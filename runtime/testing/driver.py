@@ -1,6 +1,6 @@
 """A driver in a process of its own, for `stepcast chaos` to kill, freeze and interrupt.
 
-``python -m stepcast.runtime.testing.driver JSON`` starts a group, prints a line of JSON with the pids, then obeys lines
+``python -m stepcast.runtime.testing.driver JSON``, by torchrun too, starts a group, prints a line of JSON with the pids, then obeys lines
 on stdin, each a list of JSON with a command's name and its arguments, and answers each with a line of JSON.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -136,6 +137,8 @@ def main() -> None:
         return
     if told.pop("computes", False):
         compute()
+    if told.pop("outlives_sigterm", False):
+        signal.signal(signal.SIGTERM, lambda *_: None)
     in_setup = {int(rank): fault for rank, fault in told.pop("in_setup", {}).items()}
     failures: list[StepcastError] = []
     made = FaultyGroup(ExecutorConfig(**told), in_setup=in_setup, on_failure=failures.append)

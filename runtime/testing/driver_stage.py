@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -20,12 +19,12 @@ from typing import Any, ClassVar
 from stepcast.bus.endpoints import sweep
 from stepcast.runtime.config import ExecutorConfig
 
-from .census import marked
+from .census import MARK, children_of, has_variable, marked
 from .chaos import HANG_S, Record, Scenario
 from .group import wait_for_ends
+from .job import agent_command, as_json
 
-#: Marks the environment of the driver, and so of all processes below it.
-_MARK = "STEPCAST_CHAOS_ID"
+_DRIVER = "stepcast.runtime.testing.driver"
 _POLL_S = 0.01
 #: What the driver's end may take, and that of all that it has started.
 GONE_WITHIN_S = 5.0
@@ -33,7 +32,7 @@ _STDERR_CHARACTERS = 600
 
 
 class DriverStage:
-    """A driver in a process of its own, or a front end and its driver.
+    """A driver in a process of its own, or a front end and its driver: under torchrun always so, and that is the agent.
 
     Args:
         config: the group's settings; `run_dir` is a directory of the scenario's own.
@@ -42,6 +41,7 @@ class DriverStage:
 
     Attributes:
         victim: the rank to which something happens, where it happens to a rank.
+        under_torchrun: whether torchrun starts the driver, and the other ranks.
         process: the process that was started: the driver, or its front end.
         pid: the driver's, once it has told.
         workers: the ranks', likewise.
@@ -51,6 +51,7 @@ class DriverStage:
         self.config = config
         self.record = record
         self.victim = draw.randrange(config.world_size)
+        self.under_torchrun = config.backend == "torchrun"
         self.root = Path(str(config.run_dir))
         self.process: subprocess.Popen[bytes] | None = None
         self.pid = 0
@@ -59,25 +60,26 @@ class DriverStage:
         self._mark = uuid.uuid4().hex
         self._lines = b""
 
-    def start(self, *, wait: bool = True, **told: Any) -> None:
+    def start(self, *, wait: bool = True, front_end: bool = False, **told: Any) -> None:
         """Start the driver.
 
         Args:
             wait: for the group to be ready.
+            front_end: below another process.
             told: what it is told beside the settings.
         """
-        settings = {
-            each.name: getattr(self.config, each.name)
-            for each in dataclasses.fields(self.config)
-            if not each.name.startswith("worker_")
-        }
+        told = {**as_json(self.config), **told}
+        if self.under_torchrun:
+            command = agent_command(self.config, _DRIVER, told)
+        else:
+            command = [sys.executable, "-m", _DRIVER, json.dumps({**told, "front_end": front_end})]
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stepcast.runtime.testing.driver", json.dumps({**settings, **told})],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, _MARK: self._mark, "TMPDIR": str(self.root)},
+                env={**os.environ, MARK: self._mark, "TMPDIR": str(self.root)},
                 start_new_session=True,  # Ctrl-C is for its whole process group
             )
         if wait:
@@ -88,8 +90,9 @@ class DriverStage:
         """Start the driver of a group of which one rank never gets through its setup, and wait for all processes."""
         self.start(wait=False, in_setup={self.victim: "sleep"})
         helpers = 2 if self.config.start_method == "forkserver" else 0  # the server, and the tracker of resources
+        helpers += self.under_torchrun  # the agent
         self.wait_until(lambda: len(self.left()) > self.config.world_size + helpers, "the processes of the group")
-        self.pid = self._started.pid
+        self.pid = self._rank_0_of_agent() if self.under_torchrun else self._started.pid
 
     def ask(self, *command: Any) -> Any:
         """Tell the driver to do something, and wait for its answer; an error is seen, and None returned."""
@@ -162,23 +165,26 @@ class DriverStage:
         """Kill the process that has started the driver."""
         self._started.kill()
 
-    def end(self, code: int | None = None) -> None:
+    def end(self, code: int, *, agents: int | None = None) -> None:
         """Wait until nothing is left, and note when.
 
         Args:
-            code: the exit code that the process must have had; None where it does not matter.
+            code: the exit code that the process must have had that was started.
+            agents: the one that torchrun's agent must have had; None for 1 where something has failed.
         """
+        if self.under_torchrun:
+            code = int(code != 0) if agents is None else agents
         self.wait_until(lambda: self._started.poll() is not None, "the driver's end", GONE_WITHIN_S)
         self.wait_until(lambda: not self.left(), "the end of all processes", GONE_WITHIN_S)
         # Now without their memory, they may still be closing their files: the lock on the run directory is one.
         self.wait_until(lambda: wait_for_ends(self._there, 0.0), "all files to be closed", GONE_WITHIN_S)
         self.record.released_at = time.monotonic()
-        if code is not None and self._started.returncode != code:
-            raise AssertionError(f"the driver's exit code is {self._started.returncode}, not {code}: {self.said}")
+        if self._started.returncode != code:
+            raise AssertionError(f"the exit code is {self._started.returncode}, not {code}: {self.said}")
 
     def left(self) -> list[int]:
         """The processes that live, the driver's own included."""
-        return marked(f"{_MARK}={self._mark}")
+        return marked(self._mark)
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = HANG_S) -> None:
         """Wait for a condition.
@@ -215,6 +221,10 @@ class DriverStage:
         if self.process is not None:
             with self.process:  # which closes the pipes, and waits
                 self.process.kill()
+
+    def _rank_0_of_agent(self) -> int:
+        (pid,) = (each for each in children_of(self._started.pid) if has_variable(each, "RANK", "0"))
+        return pid
 
     @property
     def _stderr(self) -> Path:

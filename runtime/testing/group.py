@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stepcast.bus.errors import ConfigError, StepcastError
-from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.config import ExecutorConfig, started_by_torchrun
 from stepcast.runtime.executor import Executor
 from stepcast.runtime.launch import plan
-from stepcast.runtime.launch.plan import worker_spec
-from stepcast.workers.boot_config import BootConfig
+from stepcast.runtime.launch.agent import is_follower
+from stepcast.runtime.launch.plan import Link, worker_spec
 
 from .frames import FrameFaults
 from .proxy import Proxy
@@ -31,15 +31,15 @@ _ORDER_TIMEOUT_S = 30.0
 _FREEZE = 'kill -STOP "$1"; sleep "$2"; kill -CONT "$1"'
 
 _numbers = itertools.count(1)
-#: What a group does with what its ranks are to be told, by the group's number.
-_reroutes: dict[int, Callable[[BootConfig], BootConfig]] = {}
+#: What a group does with its ranks' links, by the group's number.
+_reroutes: dict[int, Callable[[int, Link], Link]] = {}
 
 
 class FaultyGroup:
     """A group of the embedder's own worker, into which faults can be injected. Use it as a context manager.
 
     Args:
-        config: the settings; backend "mp".
+        config: the settings; any backend but "uni", and "mp" where none is given outside of torchrun.
         frame_faults: whether the messages go through a proxy, where `frames` can lose or change them. Not with
             start_method "fork", since the proxy is a thread that would have to be there before the forks.
         in_setup: what is to happen in `Worker.setup`, by rank: a name of `SETUP_FAULTS`.
@@ -76,7 +76,7 @@ class FaultyGroup:
             IN_SETUP: dict(in_setup or {}),
             GROUP: self._number,
         }
-        self.config = config.replace(worker=_WORKER, worker_options=options, backend="mp")
+        self.config = config.replace(worker=_WORKER, worker_options=options, backend=_backend(config))
         self.frames = FrameFaults()
         self._frame_faults = frame_faults
         self._proxy: Proxy | None = None
@@ -86,11 +86,12 @@ class FaultyGroup:
 
     def __enter__(self) -> FaultyGroup:
         with contextlib.ExitStack() as undo:
-            if self._frame_faults:
-                self._proxy = Proxy(self.frames)
-                self._proxy.start()
-                undo.callback(self._proxy.close)
-            undo.enter_context(_rerouted(self._number, self._reroute))
+            if not is_follower(self.config):  # whose driver's links are what counts
+                if self._frame_faults:
+                    self._proxy = Proxy(self.frames)
+                    self._proxy.start()
+                    undo.callback(self._proxy.close)
+                undo.enter_context(_rerouted(self._number, self._reroute))
             self.executor = Executor(self.config, on_failure=self._on_failure)
             undo.callback(self._shut_down)
             self._exit = undo.pop_all()
@@ -163,9 +164,9 @@ class FaultyGroup:
         """
         return wait_for_ends(self.executor.worker_pids, timeout_s)
 
-    def _reroute(self, boot: BootConfig) -> BootConfig:
-        self.run_directory = Path(boot.publish_endpoint.removeprefix("ipc://")).parent
-        return boot if self._proxy is None else self._proxy.reroute(boot)
+    def _reroute(self, rank: int, link: Link) -> Link:
+        self.run_directory = Path(link.publish_endpoint.removeprefix("ipc://")).parent
+        return link if self._proxy is None else self._proxy.reroute(rank, link)
 
     def _shut_down(self) -> None:
         for pid in self._stopped:
@@ -197,13 +198,20 @@ def wait_for_ends(pids: Sequence[int], timeout_s: float) -> bool:
     return True
 
 
+def _backend(config: ExecutorConfig) -> str:
+    """The backend, which must have processes of its own."""
+    if config.backend == "uni":
+        raise ConfigError("backend='uni' has no processes to do a fault to: use backend='mp'")
+    return config.backend or ("torchrun" if started_by_torchrun() else "mp")
+
+
 def _check(fault: str, known: frozenset[str]) -> None:
     if fault not in known:
         raise ConfigError(f"fault {fault!r}: must be one of {', '.join(sorted(known))}")
 
 
 @contextlib.contextmanager
-def _rerouted(number: int, reroute: Callable[[BootConfig], BootConfig]) -> Iterator[None]:
+def _rerouted(number: int, reroute: Callable[[int, Link], Link]) -> Iterator[None]:
     _reroutes[number] = reroute
     plan.reroute = _reroute
     try:
@@ -212,7 +220,7 @@ def _rerouted(number: int, reroute: Callable[[BootConfig], BootConfig]) -> Itera
         del _reroutes[number]
 
 
-def _reroute(boot: BootConfig) -> BootConfig:
-    """Other groups' ranks are told what they were to be told."""
-    reroute = _reroutes.get(boot.options.get(GROUP, 0))
-    return boot if reroute is None else reroute(boot)
+def _reroute(config: ExecutorConfig, rank: int, link: Link) -> Link:
+    """Other groups' ranks are linked to their driver."""
+    reroute = _reroutes.get(config.worker_options.get(GROUP, 0))
+    return link if reroute is None else reroute(rank, link)

@@ -7,7 +7,6 @@ arrives proves as much as without the proxy. Nothing is decoded but ZMTP's frami
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import heapq
 import itertools
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepcast.bus.endpoints import RunDirectory
-from stepcast.workers.boot_config import BootConfig
+from stepcast.runtime.launch.plan import Link
 
 from .frames import FrameFaults, MessageReader
 
@@ -95,19 +94,19 @@ class Proxy(threading.Thread):
         self._ended = False
         faults.on_change = self.wake
 
-    def reroute(self, boot: BootConfig) -> BootConfig:
+    def reroute(self, rank: int, link: Link) -> Link:
         """Give a rank the proxy's endpoints in place of the driver's.
 
         Args:
-            boot: what the rank was to be told.
+            rank: the rank.
+            link: its link to the driver.
 
         Returns:
-            What it is told instead.
+            Its link to the proxy.
         """
-        return dataclasses.replace(
-            boot,
-            publish_endpoint=self._listen(boot.rank, boot.publish_endpoint, to_rank=True),
-            reply_endpoint=self._listen(boot.rank, boot.reply_endpoint, to_rank=False),
+        return link._replace(
+            publish_endpoint=self._listen(rank, link.publish_endpoint, to_rank=True),
+            reply_endpoint=self._listen(rank, link.reply_endpoint, to_rank=False),
         )
 
     def wake(self) -> None:

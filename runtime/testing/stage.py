@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 from stepcast.bus.errors import StepcastError
 from stepcast.bus.verdicts import Verdict
-from stepcast.runtime.config import ExecutorConfig
+from stepcast.runtime.config import ExecutorConfig, started_by_torchrun
 from stepcast.runtime.state import GroupState
 from stepcast.runtime.step import StepFuture
 
 from .chaos import HANG_S, Record, Scenario
 from .group import FaultyGroup, wait_for_ends
+from .job import play_in_job
 
 #: Between two looks at the victim.
 _LOOK_S = 0.01
@@ -176,7 +177,10 @@ class RankScenario(Scenario):
         return "spawn" if self.frames and method == "fork" else method
 
     def run(self, config: ExecutorConfig, draw: random.Random, record: Record) -> None:
-        """As `Scenario.run`."""
+        """As `Scenario.run`; under torchrun, what torchrun starts does it."""
+        if config.backend == "torchrun" and not started_by_torchrun():
+            play_in_job(self, config, draw, record)
+            return
         failures: list[tuple[float, StepcastError]] = []
         options: dict[str, Any] = {"on_failure": lambda error: failures.append((time.monotonic(), error))}
         if self.in_setup is not None:

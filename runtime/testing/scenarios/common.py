@@ -12,6 +12,8 @@ COLLECTIVE = {"worker": "stepcast.runtime.testing.worker:Collective"}
 PARKED = {"worker": "stepcast.runtime.testing.worker:ParkedCollective"}
 #: Stacks of a group that ends for a limit are waited for this long.
 SHORT = {"step_timeout_s": 0.7, "dump_timeout_s": 0.2}
+#: Why a scenario does not apply.
+NOT_FORKED = "no rank is forked from the driver there"
 
 
 def in_step(fault: str, seconds: float = 3600.0, *, count: int = 4, then: bool = False) -> Callable[[Stage], None]:

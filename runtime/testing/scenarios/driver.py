@@ -11,7 +11,7 @@ from collections.abc import Callable
 from stepcast.runtime.testing.chaos import NO_ERROR
 from stepcast.runtime.testing.driver_stage import DriverScenario, DriverStage
 
-from .common import COLLECTIVE, LOST
+from .common import COLLECTIVE, LOST, NOT_FORKED
 
 _QUICK = {"stop_timeout_s": 0.5, "terminate_timeout_s": 0.5}
 _FROZEN_S = 1.0
@@ -129,7 +129,7 @@ def _kill_front_end(phase: Act) -> Act:
         stage.start(front_end=True)
         phase(stage)
         stage.fault(stage.kill_front_end)
-        stage.end(-signal.SIGKILL)
+        stage.end(-signal.SIGKILL, agents=-signal.SIGKILL)
 
     return run
 
@@ -137,15 +137,15 @@ def _kill_front_end(phase: Act) -> Act:
 def _kill_driver_of_front_end(stage: DriverStage) -> None:
     stage.start(front_end=True)
     stage.fault(lambda: stage.signal(signal.SIGKILL))
-    stage.end(0)
+    stage.end(0, agents=1)
 
 
 def _kill_rank_below_front_end(stage: DriverStage) -> None:
-    stage.start(front_end=True)
+    stage.start(front_end=True, outlives_sigterm=True)  # which torchrun's agent sends as soon as a rank has died
     stage.fault(lambda: os.kill(stage.workers[stage.victim], signal.SIGKILL))
     stage.await_failure()
     stage.tell("leave")
-    stage.end(0)
+    stage.end(0, agents=int(stage.victim != 0))  # which does not know of rank 0's child
 
 
 def _fork_with_threads(stage: DriverStage) -> None:
@@ -193,6 +193,11 @@ SCENARIOS = (
     DriverScenario("kill-driver-below-front-end", NO_ERROR, _kill_driver_of_front_end, settings=_WATCHED, sweeps=True),
     DriverScenario("kill-rank-below-front-end", LOST, _kill_rank_below_front_end, settings=_WATCHED),
     DriverScenario(
-        "fork-with-threads-then-exit", NO_ERROR, _fork_with_threads, settings=COLLECTIVE, start_method="fork"
+        "fork-with-threads-then-exit",
+        NO_ERROR,
+        _fork_with_threads,
+        settings=COLLECTIVE,
+        start_method="fork",
+        not_under={"torchrun": NOT_FORKED, "ray": NOT_FORKED},
     ),
 )

@@ -204,6 +204,7 @@ SCENARIOS = (
         settings={"stop_timeout_s": 0.3, "terminate_timeout_s": 5.0},
         verdict=Verdict.BUSY,
         start_method="spawn",  # multiprocessing's children have no exit handlers
+        not_under={"torchrun": "its agent sends SIGTERM to all; ranks leave it to the driver what it means"},
     ),
     RankScenario("raise-in-setup", "StartupError", _nothing, in_setup="raise"),
     RankScenario("exit-in-setup", "StartupError", _nothing, in_setup="exit"),
