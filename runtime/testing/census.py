@@ -130,7 +130,7 @@ def marked(mark: str) -> list[int]:
 
 
 def has_variable(pid: int, name: str, value: str) -> bool:
-    """Tell whether a process that has not ended was started with a variable in its environment, or forked from one that was.
+    """Tell whether a living process was started with a variable in its environment, or forked from one that was.
 
     Args:
         pid: its id.

@@ -90,6 +90,10 @@ class Record:
                 return wrong[0]
         return expected if expected in self.verdicts else next(reversed(self.verdicts), None)
 
+    def to_json(self) -> dict[str, Any]:
+        """What was seen, for another process of this host."""
+        return {**vars(self), "verdicts": [each.value for each in self.verdicts]}
+
     def restore(self, told: dict[str, Any]) -> None:
         """Take over what was seen in another process of this host: the attributes, as JSON has brought them."""
         vars(self).update(told, verdicts=[Verdict(each) for each in told["verdicts"]])

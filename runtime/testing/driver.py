@@ -1,7 +1,8 @@
 """A driver in a process of its own, for `stepcast chaos` to kill, freeze and interrupt.
 
-``python -m stepcast.runtime.testing.driver JSON``, by torchrun too, starts a group, prints a line of JSON with the pids, then obeys lines
-on stdin, each a list of JSON with a command's name and its arguments, and answers each with a line of JSON.
+``python -m stepcast.runtime.testing.driver JSON``, by torchrun too, starts a group, prints a line of JSON with the
+pids, then obeys lines on stdin, each a list of JSON with a command's name and its arguments, and answers each with a
+line of JSON.
 """
 
 from __future__ import annotations

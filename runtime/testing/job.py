@@ -30,7 +30,7 @@ _JOB_S = 60.0
 #: How soon the agent must have ended after the scenario. It gives its ranks 30 s: ours are to be gone long before.
 _AGENT_ENDS_WITHIN_S = 10.0
 _POLL_S = 0.02
-_OUTPUT_CHARACTERS = 1000
+_OUTPUT_CHARACTERS = 6000
 _SEEN = "seen.json"
 
 
@@ -120,8 +120,8 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     config = ExecutorConfig(**told["settings"])
     (scenario,) = (each for each in SCENARIOS if each.name == told["scenario"])
-    # It comes as soon as a rank has died, and what becomes of the others is to be seen. (What is started by this process
-    # is not deaf to it.)
+    # It comes as soon as a rank has died, and what becomes of the others is to be seen. What this process starts is
+    # not deaf to it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     root = Path(str(config.run_dir))
     census, record, problem = Census(root), Record(), None
@@ -134,7 +134,7 @@ def main() -> None:
         problem = f"{type(error).__name__}: {error}"
     if os.environ["RANK"] != "0":
         sys.exit(1)  # it has not even served
-    seen = {"record": vars(record), "problem": problem, "leaks": census.leaks(LEAK_GRACE_S), "at": time.monotonic()}
+    seen = {"record": record.to_json(), "problem": problem, "leaks": census.leaks(LEAK_GRACE_S), "at": time.monotonic()}
     draft = root / "seen.draft"
     draft.write_text(json.dumps(seen), encoding="utf-8")
     draft.rename(root / _SEEN)

@@ -104,7 +104,7 @@ def _freeze_for_good(stage: DriverStage) -> None:
 
 def _interrupt_twice(stage: DriverStage) -> None:
     """The first Ctrl-C would wait for a rank that takes no notice; the second ends the patience."""
-    stage.start()
+    stage.start(outlives_sigterm=True)  # which torchrun's agent sends as soon as a rank has died
     stage.ask("tell_state")
     stage.be_in_step(fault="sleep_ignoring_sigterm")
     stage.tell("step", "never answered")
