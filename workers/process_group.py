@@ -51,7 +51,7 @@ def init_process_group(rank: RankInfo) -> Device:
     return device
 
 
-def _meet_in_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+def _meet_in_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[Any, int, int]]:
     """Torch's way to "stepcast://HOST:PORT/PREFIX": to meet under a prefix in a store.
 
     Another process serves it; or, with "listen_fd=N" in the query, this one does.
@@ -62,14 +62,14 @@ def _meet_in_store(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[
     assert parts.port is not None  # noqa: S101
     serves = "listen_fd" in query  # with a socket that this process was given
     served: dict[str, Any] = {"master_listen_fd": query["listen_fd"], "use_libuv": False} if serves else {}
-    store = dist.TCPStore(
-        parts.hostname, parts.port, is_master=serves, wait_for_workers=False, timeout=timeout, **served
-    )
-    yield dist.PrefixStore(parts.path.strip("/"), store), query["rank"], query["world_size"]
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined] # torch's stubs lack these
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
+    store = tcp_store(parts.hostname, parts.port, is_master=serves, wait_for_workers=False, timeout=timeout, **served)
+    yield prefixed(parts.path.strip("/"), store), query["rank"], query["world_size"]
     raise RuntimeError("this rendezvous is good for one process group")
 
 
-register_rendezvous_handler("stepcast", _meet_in_store)
+register_rendezvous_handler("stepcast", _meet_in_store)  # type: ignore[no-untyped-call]
 
 
 def keep_alive(device: str) -> None:

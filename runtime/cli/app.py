@@ -252,7 +252,10 @@ def chaos(
             )
             passed = all(each.passed for each in outcomes)
             if as_json:
-                print(json.dumps([dataclasses.asdict(each) for each in (*outcomes, *not_played)]), file=out, flush=True)
+                told = [dataclasses.asdict(each) for each in outcomes] + [
+                    dataclasses.asdict(each) for each in not_played
+                ]
+                print(json.dumps(told), file=out, flush=True)
             else:
                 print_outcomes(outcomes, not_played, Console(file=out))
     if not passed:

@@ -163,14 +163,14 @@ class AgentStore:
     """
 
     def __init__(self, place: Place, prefix: str, timeout_s: float, secret: Secret | None = None) -> None:
-        from torch.distributed import PrefixStore  # noqa: PLC0415 - torch, which a driver goes without else
+        import torch.distributed as dist  # noqa: PLC0415 - torch, which a driver goes without else
 
         self._place = place
         self._prefix = prefix
         self._secret = secret
         with self._reachable():
             store = _connect(place, timeout_s)
-        self._store: Any = PrefixStore(prefix, store)
+        self._store: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined] # torch's stubs lack it
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Leave a record for the other ranks.
@@ -228,21 +228,23 @@ class AgentStore:
 
 
 def _connect(place: Place, timeout_s: float) -> Any:
-    from torch.distributed import TCPStore  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
 
     # The agent serves the store, unless it was told not to: then rank 0 does.
     if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return _serve(*place.master, timeout_s)
-    return TCPStore(*place.master, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    connect: Any = dist.TCPStore  # type: ignore[attr-defined] # torch's stubs lack it
+    return connect(*place.master, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 @functools.cache
 def _serve(host: str, port: int, timeout_s: float) -> Any:
     """Serve the store, for as long as this process lives: the ranks' process groups need it, and the next group."""
-    from torch.distributed import TCPStore  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
 
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+    serve: Any = dist.TCPStore  # type: ignore[attr-defined] # as above
+    return serve(host, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=True)
 
 
 def _unpack(key: str, data: bytes) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class Broker:
         self._check_capacity()
         self._group = self._place_group(node)
         devices: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-        amount = {"CPU": {"num_cpus": 1}, "GPU": {"num_gpus": 1}}.get(order.resource)
-        devices.update(amount or {"resources": {order.resource: 1}})
+        amounts: dict[str, dict[str, Any]] = {"CPU": {"num_cpus": 1}, "GPU": {"num_gpus": 1}}
+        devices.update(amounts.get(order.resource, {"resources": {order.resource: 1}}))
         for index in range(order.world_size):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             actor = ray.remote(RankActor).options(max_restarts=0, scheduling_strategy=strategy, **devices)

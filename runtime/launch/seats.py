@@ -19,7 +19,7 @@ class Spot(NamedTuple):
         listening: a port of its node at which it listens for what the rank may serve there, and the descriptor.
     """
 
-    index: int
+    index: int  # type: ignore[assignment] # not the tuple's method
     node: str
     address: str
     devices: Sequence[str]
