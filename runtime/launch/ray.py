@@ -45,6 +45,8 @@ from .seats import Seat, Spot, seat
 _LOOK_S = 0.1
 #: How long the broker may take to give everything back, and to end a Ray that was started for the group.
 _RELEASE_TIMEOUT_S = 10.0
+#: The same for one that has not told of any place yet: it may be waiting for a cluster, deaf to signals.
+_GIVE_UP_TIMEOUT_S = 2.0
 #: How long an actor that is being killed may outlive its rank.
 _ACTOR_END_S = 0.02
 #: How long the actors' processes may take to end after that.
@@ -156,6 +158,7 @@ class RayLauncher(Launcher):
         self._log_path = directory.path / "ray.log"
         self._broker: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._placed = False
         self._actors: dict[int, DriverWatch] = {}
         self._outputs: dict[int, list[IO[bytes]]] = {}
 
@@ -166,6 +169,7 @@ class RayLauncher(Launcher):
         placed = self._hear(connection, deadline, is_cancelled)
         if placed is None:
             return []
+        self._placed = True
         spots = [Spot.from_report(index, report) for index, report in enumerate(placed["spots"])]
         seats = seat(spots, placed["node"])
         node = self._listen(sockets, seats)
@@ -199,7 +203,7 @@ class RayLauncher(Launcher):
     def close(self) -> None:
         """Have the broker give everything back. One that takes too long is killed: then Ray takes it back."""
         if self._broker is not None:
-            _end_session(self._broker)
+            _end_session(self._broker, _RELEASE_TIMEOUT_S if self._placed else _GIVE_UP_TIMEOUT_S)
         if self._connection is not None:
             self._connection.close()
         deadline = time.monotonic() + _ACTORS_TIMEOUT_S
@@ -293,13 +297,13 @@ class RayLauncher(Launcher):
         return paths
 
 
-def _end_session(leader: subprocess.Popen[bytes]) -> None:
+def _end_session(leader: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Let a process end in good order, then kill what is left of its session."""
     with contextlib.suppress(ProcessLookupError):  # somebody else reaps this program's children
         watch = DriverWatch(*identity(leader.pid))
         os.kill(leader.pid, signal.SIGTERM)
         if watch.fd is not None:
-            select.select([watch.fd], [], [], _RELEASE_TIMEOUT_S)
+            select.select([watch.fd], [], [], timeout_s)
         watch.close()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)

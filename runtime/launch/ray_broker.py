@@ -122,8 +122,9 @@ class Broker:
         """Give everything back to Ray, and end one that was started for this."""
         if not ray.is_initialized():
             return
-        ended = [actor.end.remote() for actor in self._actors]
-        ray.wait(ended, num_returns=len(ended) or 1, timeout=_END_TIMEOUT_S) if ended else None
+        if self._actors:
+            ended = [actor.end.remote() for actor in self._actors]
+            ray.wait(ended, num_returns=len(ended), timeout=_END_TIMEOUT_S)
         for actor in self._actors:
             ray.kill(actor)
         if self._group is not None:
@@ -158,7 +159,7 @@ class Broker:
         size, resource = self._order.world_size, self._order.resource
         bundles = [{resource: 1.0}] * size
         on_node = {each["NodeID"]: each["Resources"].get(resource, 0.0) for each in ray.nodes() if each["Alive"]}
-        if on_node.get(driver_node, 0.0) >= size:
+        if on_node.get(driver_node, 0.0) >= size and ray.available_resources().get(resource, 0.0) >= size:
             group = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=driver_node)
             if group.wait(_PLACEMENT_GRACE_S):
                 return group
