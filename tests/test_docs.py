@@ -22,6 +22,14 @@ RUN_BY = {
     'stepcast generate --world-size 3 --max-tokens 40 "Tell me a story about a dragon."': ".ci/run, as make demo",
     'stepcast generate --json "What is the capital of France?"': "tests/e2e/test_generate.py, with another prompt",
     "stepcast doctor": "tests/runtime/test_doctor.py",
+    'torchrun --nproc-per-node 3 -m stepcast generate "Tell me a story."': "tests/e2e/test_launchers.py",
+    "umask 077; openssl rand -hex 32 > secret": "by hand: it only makes a file",
+    "STEPCAST_SECRET_FILE=secret torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+    "serve.py": "tests/torchrun/test_two_hosts.py, with two ranks on each",
+    "pip install 'stepcast[ray]'": "tests/run_ray.sh, from the checkout",
+    'stepcast generate --distributed-executor-backend ray --world-size 3 "Tell me a story."': (
+        "tests/e2e/test_launchers.py, by tests/run_ray.sh"
+    ),
     "python -m benchmarks.run --quick": ".ci/run, as make bench",
     "python -m benchmarks.run": "by hand: it takes long; its results are kept",
 }
