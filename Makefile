@@ -16,7 +16,7 @@ test: .venv/installed
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	tests/run_pythons.sh
-	tests/run_ray.sh
+	PYTHON=$(PYTHON) tests/run_ray.sh
 
 # mypy can't follow setup.cfg's mapping of folders to packages: it gets an installation that isn't editable. build/ may
 # hold modules that have been deleted since.
