@@ -68,7 +68,8 @@ class DriverStage:
             front_end: below another process.
             told: what it is told beside the settings.
         """
-        told = {**as_json(self.config), **told}
+        # Ray's actors, which start the ranks, do not have the driver's environment.
+        told = {**as_json(self.config), "worker_env": {MARK: self._mark}, **told}
         if self.under_torchrun:
             command = agent_command(self.config, _DRIVER, told)
         else:
@@ -90,7 +91,7 @@ class DriverStage:
         """Start the driver of a group of which one rank never gets through its setup, and wait for all processes."""
         self.start(wait=False, in_setup={self.victim: "sleep"})
         helpers = 2 if self.config.start_method == "forkserver" else 0  # the server, and the tracker of resources
-        helpers += self.under_torchrun  # the agent
+        helpers += self.config.backend in ("torchrun", "ray")  # the agent; the process that speaks with Ray
         self.wait_until(lambda: len(self.left()) > self.config.world_size + helpers, "the processes of the group")
         self.pid = self._rank_0_of_agent() if self.under_torchrun else self._started.pid
 

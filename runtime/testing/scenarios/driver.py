@@ -15,7 +15,6 @@ from .common import COLLECTIVE, LOST, NOT_FORKED
 
 _QUICK = {"stop_timeout_s": 0.5, "terminate_timeout_s": 0.5}
 _FROZEN_S = 1.0
-_UNSEEN_IN_START = {"ray": "its actors' processes are a cluster's, and not seen from here before the group is ready"}
 #: More than sockets hold that nobody reads.
 _LARGE_BYTES = 16 << 20
 _STEPS = 20
@@ -164,20 +163,16 @@ _WATCHED = {**_QUICK, "watch_parent": True}
 _KILL, _TERM, _INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 
 SCENARIOS = (
-    DriverScenario("kill-driver-in-start", NO_ERROR, _end_by(_KILL, _start), sweeps=True, not_under=_UNSEEN_IN_START),
+    DriverScenario("kill-driver-in-start", NO_ERROR, _end_by(_KILL, _start), sweeps=True),
     DriverScenario("kill-driver-idle", NO_ERROR, _end_by(_KILL, _idle), sweeps=True),
     DriverScenario("kill-driver-in-step", NO_ERROR, _end_by(_KILL, _step), sweeps=True),
     DriverScenario(
         "kill-driver-in-collective", NO_ERROR, _end_by(_KILL, _collective), settings=COLLECTIVE, sweeps=True
     ),
-    DriverScenario(
-        "terminate-driver-in-start", NO_ERROR, _end_by(_TERM, _start), sweeps=True, not_under=_UNSEEN_IN_START
-    ),
+    DriverScenario("terminate-driver-in-start", NO_ERROR, _end_by(_TERM, _start), sweeps=True),
     DriverScenario("terminate-driver-idle", NO_ERROR, _end_by(_TERM, _idle), sweeps=True),
     DriverScenario("terminate-driver-in-step", NO_ERROR, _end_by(_TERM, _step), sweeps=True),
-    DriverScenario(
-        "interrupt-driver-in-start", NO_ERROR, _end_by(_INT, _start), settings=_QUICK, not_under=_UNSEEN_IN_START
-    ),
+    DriverScenario("interrupt-driver-in-start", NO_ERROR, _end_by(_INT, _start), settings=_QUICK),
     DriverScenario("interrupt-driver-idle", NO_ERROR, _end_by(_INT, _idle), settings=_QUICK),
     DriverScenario("interrupt-driver-in-step", NO_ERROR, _end_by(_INT, _step), settings=_QUICK),
     DriverScenario(
