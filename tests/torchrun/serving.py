@@ -29,6 +29,18 @@ MAX_RUNNING, MAX_LENGTH = 8, 128
 COLLECTIVE_TIMEOUT_S = 6.0
 _ARRIVALS_S = 0.02
 _TICK_S = 0.001
+_MEET_S = 60.0
+
+
+def meet(directory: Path, rank: RankInfo) -> None:
+    """Wait until every rank has come here."""
+    notes = [directory / f"here-{each}" for each in range(rank.world_size)]
+    notes[rank.rank].touch()
+    deadline = time.monotonic() + _MEET_S
+    while not all(note.exists() for note in notes):
+        if time.monotonic() > deadline:
+            raise TimeoutError("a rank has not come")
+        time.sleep(_TICK_S)
 
 
 class AdaptedLM(CausalLM):
@@ -37,6 +49,10 @@ class AdaptedLM(CausalLM):
     FACTORS: ClassVar = {None: 1.0, "loud": 3.0, "inverse": -1.0}
 
     def setup(self, rank: RankInfo) -> None:
+        # The limit of a collective holds for their meeting too, and imports may be further apart on a busy machine.
+        import stepcast.workers.packed_model  # noqa: F401, PLC0415
+
+        meet(Path(rank.options["model"]), rank)
         super().setup(rank)
         self.told = hashlib.sha256()
         self.steps = 0

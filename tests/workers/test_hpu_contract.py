@@ -46,7 +46,7 @@ BROKEN = {
     ),
     "not bound after a fork": (case((HPU, CALL, ""), imported_before=True), "it is bound to module None"),
     "no LOCAL_RANK before the import": (
-        case((PLAN, "        LOCAL_RANK=str(boot.local_rank),\n", "")),
+        case((PLAN, '        "LOCAL_RANK": str(boot.local_rank),\n', "")),
         "LOCAL_RANK is None in its environment",
     ),
     "HLS_MODULE_ID inherited": (
