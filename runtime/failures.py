@@ -75,15 +75,14 @@ def worker_lost(process: WorkerProcess, phase: str, silent_for_s: float, stderr:
         stderr: its last lines on stderr.
     """
     exit_code = _known_exit_code(process)
-    return WorkerLost(
-        f"rank {process.rank} ({process.place}) {describe_exit(exit_code)} while in phase {phase}, "
+    return _lost(
+        process,
+        f"{describe_exit(exit_code)} while in phase {phase}, "
         f"{silent_for_s:.2f} s after its last message{process.circumstances()}"
         f"{_last_lines(process.rank, stderr)}",
-        rank=process.rank,
-        pid=process.pid,
-        exit_code=exit_code,
-        phase=phase,
-        silent_for_s=silent_for_s,
+        phase,
+        silent_for_s,
+        exit_code,
     )
 
 
@@ -97,15 +96,13 @@ def unresponsive(process: WorkerProcess, phase: str, silent_for_s: float, limit_
         limit_s: the limit.
         reason: how it is doing, in words.
     """
-    return WorkerLost(
-        f"rank {process.rank} ({process.place}) has answered no heartbeat for {silent_for_s:.2f} s, over "
+    return _lost(
+        process,
+        f"has answered no heartbeat for {silent_for_s:.2f} s, over "
         f"unresponsive_timeout_s={limit_s:g} s, in phase {phase}: {reason}; the stacks of all ranks are in the "
         "log",
-        rank=process.rank,
-        pid=process.pid,
-        exit_code=None,
-        phase=phase,
-        silent_for_s=silent_for_s,
+        phase,
+        silent_for_s,
     )
 
 
@@ -118,14 +115,12 @@ def absent(process: WorkerProcess, phase: str, silent_for_s: float, absent_s: fl
         silent_for_s: seconds since its last message.
         absent_s: seconds since the connection ended.
     """
-    return WorkerLost(
-        f"rank {process.rank} ({process.place}) has gone while in phase {phase}: its connection ended {absent_s:.2f} s "
+    return _lost(
+        process,
+        f"has gone while in phase {phase}: its connection ended {absent_s:.2f} s "
         "ago, as its process or its host does, and did not come back; look there why",
-        rank=process.rank,
-        pid=process.pid,
-        exit_code=None,
-        phase=phase,
-        silent_for_s=silent_for_s,
+        phase,
+        silent_for_s,
     )
 
 
@@ -138,13 +133,24 @@ def silent(process: WorkerProcess, phase: str, silent_for_s: float, limit_s: flo
         silent_for_s: seconds for which it has answered no heartbeat.
         limit_s: the limit.
     """
-    return WorkerLost(
-        f"rank {process.rank} ({process.place}) is lost: it has answered no heartbeat for {silent_for_s:.2f} s, over "
+    return _lost(
+        process,
+        f"is lost: it has answered no heartbeat for {silent_for_s:.2f} s, over "
         f"lost_timeout_s={limit_s:g} s, in phase {phase}: the link or the host is down, or native code there holds the "
         "interpreter's lock; look at both",
+        phase,
+        silent_for_s,
+    )
+
+
+def _lost(
+    process: WorkerProcess, what: str, phase: str, silent_for_s: float, exit_code: int | None = None
+) -> WorkerLost:
+    return WorkerLost(
+        f"rank {process.rank} ({process.place}) {what}",
         rank=process.rank,
         pid=process.pid,
-        exit_code=None,
+        exit_code=exit_code,
         phase=phase,
         silent_for_s=silent_for_s,
     )
