@@ -1,12 +1,13 @@
 """Run by torchrun on two hosts: steps with a collective in each, of which rank 0 keeps a count in a file.
 
-Arguments: the directory for what is noted. Rank 0 notes its ranks' process ids, its count, and the error that ends it.
+Arguments: the directory for what is noted. Rank 0 notes its ranks' process ids and its count; each rank notes the error that ends it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,7 +55,7 @@ def main() -> None:
     try:
         executor = Executor(config)
     except StepcastError as error:
-        note(directory, "ended", f"{type(error).__name__}: {error}")
+        note(directory, f"ended-{os.environ['RANK']}", f"{type(error).__name__}: {error}")
         raise
     with executor:
         note(directory, "pids", executor.worker_pids)
@@ -62,7 +63,7 @@ def main() -> None:
             take_steps(executor, directory)
         except StepcastError as error:
             # Now: where a rank has ended, the agent soon ends this process.
-            note(directory, "ended", f"{type(error).__name__}: {error}")
+            note(directory, "ended-0", f"{type(error).__name__}: {error}")
             raise
 
 

@@ -117,13 +117,13 @@ def test_a_group_over_two_hosts_outlives_a_cut_and_ends_with_one_of_them(hosts: 
 
         hosts.cut()
         with pytest.raises(AssertionError, match="waited 2 s"):
-            wait_until(lambda: job.note("ended"), CUT_S)
+            wait_until(lambda: job.note("ended-0"), CUT_S)
         hosts.heal()
         job.wait_for_count(50)
-        assert job.note("ended") is None
+        assert job.note("ended-0") is None
 
         hosts.cut()
-        ended = job.wait_for("ended", LIMIT_S)
+        ended = job.wait_for("ended-0", LIMIT_S)
         assert ended.startswith("WorkerLost: rank "), ended
         assert "is lost: it has answered no heartbeat" in ended
         wait_until(lambda: all(map(process_has_ended, pids)), LIMIT_S, lambda: f"the ranks' end:\n{job.output}")
@@ -134,6 +134,6 @@ def test_hosts_with_different_secrets_do_not_meet(hosts: TwoHosts, tmp_path: Pat
     """The error names the secret, and nobody hangs."""
     with ExitStack() as stack:
         job = Job(stack, hosts, tmp_path, (secret_file(tmp_path, "one"), secret_file(tmp_path, "other")))
-        ended = job.wait_for("ended", START_WITHIN_S)
+        ended = job.wait_for("ended-0", START_WITHIN_S)
         assert ended.startswith("ProtocolError: "), ended
         assert "is not sealed with this host's secret" in ended
