@@ -1,6 +1,7 @@
 """Run by torchrun on two hosts: steps with a collective in each, of which rank 0 keeps a count in a file.
 
-Arguments: the directory for what is noted. Rank 0 notes its ranks' process ids and its count; each rank notes the error that ends it.
+Arguments: the directory for what is noted. Rank 0 notes its ranks' process ids and its count; each rank notes the error
+that ends it.
 """
 
 from __future__ import annotations
